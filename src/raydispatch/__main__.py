@@ -1,0 +1,5 @@
+"""`python -m raydispatch` is `raydispatch`."""
+
+from raydispatch.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""The whole way of a message in one process."""

@@ -1,0 +1,48 @@
+"""`raydispatch`: the commands, and how their errors are shown."""
+
+import sys
+
+import typer
+from rich.console import Console
+
+from raydispatch import __version__
+from raydispatch.cli.demo import demo
+from raydispatch.cli.explain import explain
+from raydispatch.cli.lint import lint
+from raydispatch.cli.routes import routes
+from raydispatch.errors import DispatchError
+
+app = typer.Typer(
+    help="Look at a dispatch engine: its routes, who gets a message and why, and what is most likely not meant.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (demo, routes, explain, lint):
+    app.command()(command)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True)) -> None:
+    """Options of all commands."""
+
+
+def main() -> None:
+    """Run a command; an error of ours is a sentence on stderr and exit code 2."""
+    try:
+        app()
+    except DispatchError as error:
+        Console(stderr=True).print(f"[red]Error:[/red] {_escaped(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,1 @@
+"""Promises about messages: what is kept, and for how long."""

@@ -1,0 +1,265 @@
+"""Metrics: counted as messages pass, read as frozen models."""
+
+import threading
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from raydispatch.dispatch.outcome import DispatchStatus, Outcome
+from raydispatch.messages.topic import MessageCategory
+
+LATENCY_BUCKETS_MS = (1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2500.0, 5000.0, 10000.0)
+"""Upper bounds for dispatch."""
+ROUTING_BUCKETS_MS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, *LATENCY_BUCKETS_MS)
+"""The same with microseconds in front, for routing."""
+OTHER_TOPICS = "(other)"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Latency(_Frozen):
+    """How long something took, over many times."""
+
+    count: int = 0
+    total_ms: float = 0.0
+    min_ms: float = 0.0
+    max_ms: float = 0.0
+    histogram: dict[str, int] = {}  # noqa: RUF012 - pydantic copies it
+    """Counts by bucket, `le_1ms` … `gt_10000ms`; each message is in one bucket."""
+
+    @property
+    def avg_ms(self) -> float:
+        """The mean."""
+        return self.total_ms / self.count if self.count else 0.0
+
+
+class DispatcherMetrics(_Frozen):
+    """What one dispatcher did."""
+
+    dispatcher_id: str
+    execution_count: int = 0
+    """Outcomes of messages for which the handler ran."""
+    refused_count: int = 0
+    """Outcomes of messages for which it did not: open circuit, or a payload that does not fit."""
+    statuses: dict[DispatchStatus, int] = {}  # noqa: RUF012
+    latency: Latency = Latency()
+    last_error_message: str | None = None
+    last_execution_at: datetime | None = None
+
+    @property
+    def success_count(self) -> int:
+        """Messages handled well."""
+        return self.statuses.get(DispatchStatus.SUCCESS, 0)
+
+    @property
+    def error_count(self) -> int:
+        """Messages that ended otherwise."""
+        return sum(self.statuses.values()) - self.success_count
+
+    @property
+    def error_rate(self) -> float:
+        """From 0 to 1."""
+        total = sum(self.statuses.values())
+        return self.error_count / total if total else 0.0
+
+    @property
+    def avg_latency_ms(self) -> float:
+        """Mean time, retries and their pauses included."""
+        return self.latency.avg_ms
+
+
+class DispatchMetrics(_Frozen):
+    """What an engine did. Immutable: `record_dispatch` gives a new one.
+
+    Example: `print(f"{engine.get_structured_metrics().success_rate:.1%}")`.
+    """
+
+    total_dispatches: int = 0
+    statuses: dict[DispatchStatus, int] = {}  # noqa: RUF012
+    category_metrics: dict[MessageCategory, int] = {}  # noqa: RUF012
+    topic_metrics: dict[str, int] = {}  # noqa: RUF012
+    latency: Latency = Latency()
+    routing: Latency = Latency()
+    dispatcher_metrics: dict[str, DispatcherMetrics] = {}  # noqa: RUF012
+
+    @property
+    def success_rate(self) -> float:
+        """From 0 to 1; 1 if nothing was dispatched."""
+        successes = self.statuses.get(DispatchStatus.SUCCESS, 0)
+        return successes / self.total_dispatches if self.total_dispatches else 1.0
+
+    @property
+    def error_rate(self) -> float:
+        """From 0 to 1."""
+        return 1.0 - self.success_rate
+
+    @property
+    def avg_latency_ms(self) -> float:
+        """Mean time of a dispatch."""
+        return self.latency.avg_ms
+
+    @property
+    def min_latency_ms(self) -> float:
+        """The fastest."""
+        return self.latency.min_ms
+
+    @property
+    def max_latency_ms(self) -> float:
+        """The slowest."""
+        return self.latency.max_ms
+
+    @property
+    def latency_histogram(self) -> dict[str, int]:
+        """Counts by bucket."""
+        return self.latency.histogram
+
+    def get_dispatcher_metrics(self, dispatcher_id: str) -> DispatcherMetrics | None:
+        """One dispatcher's part, or None if it has had no message."""
+        return self.dispatcher_metrics.get(dispatcher_id)
+
+    def record_dispatch(
+        self,
+        *,
+        duration_ms: float,
+        success: bool,
+        category: MessageCategory | None = None,
+        dispatcher_id: str | None = None,
+        topic: str | None = None,
+        error_message: str | None = None,
+    ) -> "DispatchMetrics":
+        """The metrics with one dispatch more; this object stays as it is."""
+        status = DispatchStatus.SUCCESS if success else DispatchStatus.DISPATCHER_ERROR
+        outcome = Outcome(dispatcher_id or "", status, None, (), 1, duration_ms, None, None, error_message)
+        recorder = MetricsRecorder(self)
+        recorder.record(topic, category, status, duration_ms, 0.0, (outcome,) if dispatcher_id else ())
+        return recorder.snapshot()
+
+
+class MetricsRecorder:
+    """Counts in place, under one lock, which is held for a microsecond and never across a handler."""
+
+    def __init__(self, start: DispatchMetrics | None = None, most_topics: int = 1_000) -> None:
+        start = start or DispatchMetrics()
+        self._lock = threading.Lock()
+        self._most_topics = most_topics
+        self._statuses: dict[DispatchStatus, int] = dict(start.statuses)
+        self._categories: dict[MessageCategory, int] = dict(start.category_metrics)
+        self._topics: dict[str, int] = dict(start.topic_metrics)
+        self._latency = _LatencyCounter(LATENCY_BUCKETS_MS, start.latency)
+        self._routing = _LatencyCounter(ROUTING_BUCKETS_MS, start.routing)
+        self._dispatchers = {name: _DispatcherCounter(name, part) for name, part in start.dispatcher_metrics.items()}
+
+    def record(
+        self,
+        topic: str | None,
+        category: MessageCategory | None,
+        status: DispatchStatus,
+        duration_ms: float,
+        routing_ms: float,
+        outcomes: Iterable[Outcome],
+    ) -> None:
+        """Count one dispatch."""
+        with self._lock:
+            self._statuses[status] = self._statuses.get(status, 0) + 1
+            if category is not None:
+                self._categories[category] = self._categories.get(category, 0) + 1
+            if topic is not None:
+                if topic not in self._topics and len(self._topics) >= self._most_topics:
+                    topic = OTHER_TOPICS
+                self._topics[topic] = self._topics.get(topic, 0) + 1
+            self._latency.add(duration_ms)
+            self._routing.add(routing_ms)
+            for outcome in outcomes:
+                counter = self._dispatchers.get(outcome.dispatcher_id)
+                if counter is None:
+                    counter = self._dispatchers[outcome.dispatcher_id] = _DispatcherCounter(outcome.dispatcher_id)
+                counter.add(outcome)
+
+    def snapshot(self) -> DispatchMetrics:
+        """A consistent picture of this moment."""
+        with self._lock:
+            return DispatchMetrics(
+                total_dispatches=self._latency.count,
+                statuses=dict(self._statuses),
+                category_metrics=dict(self._categories),
+                topic_metrics=dict(self._topics),
+                latency=self._latency.snapshot(),
+                routing=self._routing.snapshot(),
+                dispatcher_metrics={name: counter.snapshot() for name, counter in self._dispatchers.items()},
+            )
+
+
+class _LatencyCounter:
+    __slots__ = ("bounds", "buckets", "count", "highest", "lowest", "total")
+
+    def __init__(self, bounds: tuple[float, ...], start: Latency | None = None) -> None:
+        self.bounds = bounds
+        known: Mapping[str, int] = start.histogram if start else {}
+        self.buckets = [known.get(label, 0) for label in bucket_labels(bounds)]
+        self.count = start.count if start else 0
+        self.total = start.total_ms if start else 0.0
+        self.lowest = start.min_ms if start and start.count else float("inf")
+        self.highest = start.max_ms if start else 0.0
+
+    def add(self, duration_ms: float) -> None:
+        self.count += 1
+        self.total += duration_ms
+        if duration_ms < self.lowest:
+            self.lowest = duration_ms
+        if duration_ms > self.highest:
+            self.highest = duration_ms
+        self.buckets[bisect_left(self.bounds, duration_ms)] += 1
+
+    def snapshot(self) -> Latency:
+        return Latency(
+            count=self.count,
+            total_ms=self.total,
+            min_ms=self.lowest if self.count else 0.0,
+            max_ms=self.highest,
+            histogram=dict(zip(bucket_labels(self.bounds), self.buckets, strict=True)),
+        )
+
+
+class _DispatcherCounter:
+    __slots__ = ("dispatcher_id", "executed", "last_at", "last_error", "latency", "refused", "statuses")
+
+    def __init__(self, dispatcher_id: str, start: DispatcherMetrics | None = None) -> None:
+        self.dispatcher_id = dispatcher_id
+        self.executed = start.execution_count if start else 0
+        self.refused = start.refused_count if start else 0
+        self.statuses: dict[DispatchStatus, int] = dict(start.statuses) if start else {}
+        self.latency = _LatencyCounter(LATENCY_BUCKETS_MS, start.latency if start else None)
+        self.last_error = start.last_error_message if start else None
+        self.last_at: Any = start.last_execution_at if start else None
+
+    def add(self, outcome: Outcome) -> None:
+        self.statuses[outcome.status] = self.statuses.get(outcome.status, 0) + 1
+        if outcome.error_message is not None:
+            self.last_error = outcome.error_message
+        if outcome.attempts:
+            self.executed += 1
+            self.latency.add(outcome.duration_ms)
+            self.last_at = datetime.now(UTC)
+        else:
+            self.refused += 1
+
+    def snapshot(self) -> DispatcherMetrics:
+        return DispatcherMetrics(
+            dispatcher_id=self.dispatcher_id,
+            execution_count=self.executed,
+            refused_count=self.refused,
+            statuses=dict(self.statuses),
+            latency=self.latency.snapshot(),
+            last_error_message=self.last_error,
+            last_execution_at=self.last_at,
+        )
+
+
+def bucket_labels(bounds: tuple[float, ...]) -> list[str]:
+    """`le_1ms`, `le_5ms`, …, `gt_10000ms`."""
+    return [*(f"le_{bound:g}ms" for bound in bounds), f"gt_{bounds[-1]:g}ms"]

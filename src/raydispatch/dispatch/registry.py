@@ -1,0 +1,118 @@
+"""What is registered: routes and dispatchers, in any order, until the registry is frozen."""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from raydispatch.dispatch.dispatcher import DispatcherSpec
+from raydispatch.dispatch.handler import Handler, MessageDispatcher
+from raydispatch.errors import DuplicateRegistration, InvalidParameter, InvalidState
+from raydispatch.messages.envelope import MAX_ID_LENGTH
+from raydispatch.messages.topic import MessageCategory
+from raydispatch.routing.route import DispatchRoute
+
+
+class Registry(Protocol):
+    """The extension point: whatever keeps routes and dispatchers can stand behind an engine."""
+
+    def add_route(self, route: DispatchRoute) -> None:
+        """Keep a route; raises `DuplicateRegistration` if its id is taken."""
+
+    def add_dispatcher(self, spec: DispatcherSpec) -> None:
+        """Keep a dispatcher; raises `DuplicateRegistration` if its id is taken."""
+
+    def routes(self) -> Sequence[DispatchRoute]:
+        """All routes."""
+
+    def dispatchers(self) -> Sequence[DispatcherSpec]:
+        """All dispatchers."""
+
+
+class DispatcherRegistry:
+    """The registry in memory; also the place for objects that say themselves what they take.
+
+    Example: `DispatchEngine("orders", registry=registry)` after `registry.register_dispatcher(OrderDispatcher())`.
+    """
+
+    def __init__(self) -> None:
+        self._routes: dict[str, DispatchRoute] = {}
+        self._dispatchers: dict[str, DispatcherSpec] = {}
+        self._frozen = False
+
+    def register_dispatcher(self, dispatcher: MessageDispatcher, **options: Any) -> None:
+        """Add an object with `dispatcher_id`, `category`, `message_types` and `handle`."""
+        if inspect.isclass(dispatcher) or not isinstance(dispatcher, MessageDispatcher):
+            raise InvalidParameter(
+                f"{dispatcher!r} is no protocol dispatcher: it needs dispatcher_id, category, message_types and handle."
+            )
+        self.add_dispatcher(
+            make_spec(
+                dispatcher.dispatcher_id,
+                dispatcher,
+                dispatcher.category,
+                dispatcher.message_types,
+                node_kind=getattr(dispatcher, "node_kind", None),
+                **options,
+            )
+        )
+
+    def freeze(self) -> None:
+        """Take no more."""
+        self._frozen = True
+
+    def add_route(self, route: DispatchRoute) -> None:
+        """Keep a route."""
+        self._check_open()
+        if self._routes.setdefault(route.route_id, route) is not route:
+            raise DuplicateRegistration("route", route.route_id)
+
+    def add_dispatcher(self, spec: DispatcherSpec) -> None:
+        """Keep a dispatcher."""
+        self._check_open()
+        if self._dispatchers.setdefault(spec.dispatcher_id, spec) is not spec:
+            raise DuplicateRegistration("dispatcher", spec.dispatcher_id)
+
+    def routes(self) -> Sequence[DispatchRoute]:
+        """All routes."""
+        return list(self._routes.values())
+
+    def dispatchers(self) -> Sequence[DispatcherSpec]:
+        """All dispatchers."""
+        return list(self._dispatchers.values())
+
+    def _check_open(self) -> None:
+        if self._frozen:
+            raise InvalidState("The registry is frozen: register everything first, then freeze.")
+
+
+def make_spec(
+    dispatcher_id: str,
+    source: Any,
+    category: MessageCategory,
+    message_types: Any = None,
+    **options: Any,
+) -> DispatcherSpec:
+    """A checked spec: an id that can be used, a handler that can be called, types that are a set of names."""
+    check_id("dispatcher_id", dispatcher_id)
+    if message_types is not None:
+        if isinstance(message_types, str) or not all(isinstance(name, str) and name.strip() for name in message_types):
+            raise InvalidParameter(f"message_types must be a set of type names, or None for all; not {message_types!r}.")
+        message_types = frozenset(message_types)
+    limit = options.get("time_limit_seconds")
+    if limit is not None and not limit > 0:
+        raise InvalidParameter(f"time_limit_seconds must be above 0, or None for no limit; not {limit!r}.")
+    Handler(source)  # Raises now, at the place of the mistake, if this is nothing to call.
+    try:
+        category = MessageCategory(category)
+    except ValueError:
+        raise InvalidParameter(f"category must be one of {', '.join(MessageCategory)}; not {category!r}.") from None
+    kind = options.get("node_kind")
+    options["node_kind"] = None if kind is None else str(getattr(kind, "value", kind))
+    return DispatcherSpec(dispatcher_id, source, category, message_types, **options)
+
+
+def check_id(name: str, value: object) -> None:
+    """Ids are strings that are not blank, and not too long for a log line."""
+    if not isinstance(value, str) or not value.strip() or len(value) > MAX_ID_LENGTH:
+        shown = f"{value[:40]!r}… ({len(value)} characters)" if isinstance(value, str) and value.strip() else repr(value)
+        raise InvalidParameter(f"{name} must be a string of 1 to {MAX_ID_LENGTH} characters, not blank; not {shown}.")

@@ -1,0 +1,125 @@
+"""Every error that raydispatch raises, one sentence each.
+
+Raising is for mistakes in the program. What a *message* can cause (no match, a payload that does not fit, a
+failing handler) is never raised: it is an outcome, with one of the same codes.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """What went wrong, for programs to compare with; people read the message beside it."""
+
+    # Mistakes of the caller: these are raised.
+    INVALID_STATE = "invalid_state"
+    INVALID_PARAMETER = "invalid_parameter"
+    DUPLICATE_REGISTRATION = "duplicate_registration"
+    ITEM_NOT_REGISTERED = "item_not_registered"
+
+    # What a message met on its way: these stand in results.
+    INVALID_TOPIC = "invalid_topic"
+    PAYLOAD_TOO_LARGE = "payload_too_large"
+    PAYLOAD_INVALID = "payload_invalid"
+    NO_DISPATCHER = "no_dispatcher"
+    START_FAILED = "start_failed"
+    HANDLER_EXCEPTION = "handler_exception"
+    HANDLER_RESULT = "handler_result"
+    TIME_LIMIT = "time_limit"
+    CIRCUIT_OPEN = "circuit_open"
+
+
+class DispatchError(Exception):
+    """The base of all errors raised by raydispatch."""
+
+    error_code: ErrorCode = ErrorCode.INVALID_PARAMETER
+
+
+class InvalidParameter(DispatchError):
+    """An argument cannot be used; the sentence says which and why."""
+
+
+class InvalidState(DispatchError):
+    """The call is right, but not in this phase (register, then freeze, then dispatch)."""
+
+    error_code = ErrorCode.INVALID_STATE
+
+
+class DuplicateRegistration(DispatchError):
+    """An id is registered twice."""
+
+    error_code = ErrorCode.DUPLICATE_REGISTRATION
+
+    def __init__(self, kind: str, item_id: str) -> None:
+        super().__init__(kind, item_id)
+        self.kind = kind
+        self.item_id = item_id
+
+    def __str__(self) -> str:
+        return f"There is already a {self.kind} '{self.item_id}': each {self.kind} needs an id of its own."
+
+
+class NotRegistered(DispatchError):
+    """Something is asked for by an id that nobody registered."""
+
+    error_code = ErrorCode.ITEM_NOT_REGISTERED
+
+    def __init__(self, kind: str, item_id: str) -> None:
+        super().__init__(kind, item_id)
+        self.kind = kind
+        self.item_id = item_id
+
+    def __str__(self) -> str:
+        return f"There is no {self.kind} '{self.item_id}'."
+
+
+class InvalidPattern(DispatchError):
+    """A topic pattern cannot be read; the text points at the fault."""
+
+    def __init__(self, pattern: str, position: int, reason: str) -> None:
+        super().__init__(pattern, position, reason)
+        self.pattern = pattern
+        self.position = position
+        self.reason = reason
+
+    def __str__(self) -> str:
+        # A window, so that the caret still stands under its character when the pattern is very long.
+        start = max(0, self.position - 60)
+        shown = self.pattern[start : self.position + 60]
+        # One column a character, so that the caret stays under its own.
+        line = "".join(character if character.isprintable() else "�" for character in shown)
+        return f"Invalid topic pattern: {self.reason}.\n  {line}\n  {' ' * (self.position - start)}^"
+
+
+class InvalidTable(DispatchError):
+    """`freeze()` found faults; all of them are named."""
+
+    def __init__(self, faults: Sequence[str], error_code: ErrorCode) -> None:
+        super().__init__(faults, error_code)
+        self.faults = tuple(faults)
+        self.error_code = error_code
+
+    def __str__(self) -> str:
+        lines = "\n".join(f"  - {fault}" for fault in self.faults)
+        count = f"{len(self.faults)} fault{'s' if len(self.faults) > 1 else ''}"
+        return f"The engine cannot be frozen, {count}:\n{lines}"
+
+
+class CircuitOpen(DispatchError):
+    """A guarded block was not entered because its circuit breaker is open."""
+
+    error_code = ErrorCode.CIRCUIT_OPEN
+
+
+class MissingExtra(DispatchError):
+    """An optional library is not installed."""
+
+    error_code = ErrorCode.INVALID_STATE
+
+    def __init__(self, library: str, extra: str) -> None:
+        super().__init__(library, extra)
+        self.library = library
+        self.extra = extra
+
+    def __str__(self) -> str:
+        return f"{self.library} is not installed: pip install 'raydispatch[{self.extra}]'."

@@ -1,0 +1,1 @@
+"""What travels: topics, envelopes, and batches of them."""
