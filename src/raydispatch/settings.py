@@ -21,10 +21,10 @@ class BreakerSettings(Settings):
     Example: `BreakerSettings(failure_threshold=3, reset_after_seconds=20)`.
     """
 
-    failure_threshold: int = Field(5, ge=1, description="failures in a row that open the circuit")
-    window_seconds: PositiveSeconds = Field(60.0, description="a run of failures older than this is forgotten")
-    reset_after_seconds: PositiveSeconds = Field(60.0, description="how long an open circuit refuses before a trial")
-    trial_successes: int = Field(1, ge=1, description="trials that must succeed, in a row, to close the circuit")
+    failure_threshold: int = Field(default=5, ge=1, description="failures in a row that open the circuit")
+    window_seconds: PositiveSeconds = Field(default=60.0, description="a run of failures older than this is forgotten")
+    reset_after_seconds: PositiveSeconds = Field(default=60.0, description="how long an open circuit refuses")
+    trial_successes: int = Field(default=1, ge=1, description="trials in a row that close the circuit")
 
     @classmethod
     def http(cls) -> Self:
@@ -48,10 +48,10 @@ class RetrySettings(Settings):
     Example: `RetrySettings(tries=5, max_delay_seconds=30)`.
     """
 
-    tries: int = Field(3, ge=1, le=100)
-    first_delay_seconds: float = Field(0.1, ge=0, allow_inf_nan=False)
-    max_delay_seconds: float = Field(10.0, ge=0, allow_inf_nan=False)
-    factor: float = Field(2.0, ge=1, allow_inf_nan=False)
+    tries: int = Field(default=3, ge=1, le=100)
+    first_delay_seconds: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    max_delay_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
+    factor: float = Field(default=2.0, ge=1, allow_inf_nan=False)
 
 
 class EngineSettings(Settings):
@@ -60,11 +60,11 @@ class EngineSettings(Settings):
     Example: `DispatchEngine("orders", settings=EngineSettings(max_payload_bytes=4_000_000))`.
     """
 
-    max_payload_bytes: int = Field(1_000_000, ge=1, description="a larger payload is an INVALID_MESSAGE")
-    match_cache_entries: int = Field(65_536, ge=1, description="distinct (topic, category, type) remembered")
-    metric_topics: int = Field(1_000, ge=0, description="topics counted by name; the rest count as '(other)'")
-    dead_letters: int = Field(1_000, ge=0, description="dead letters kept in memory; the oldest go first")
-    slow_sync_handler_seconds: PositiveSeconds = Field(0.1, description="a slower sync handler is warned of")
+    max_payload_bytes: int = Field(default=1_000_000, ge=1, description="a larger payload is an INVALID_MESSAGE")
+    match_cache_entries: int = Field(default=65_536, ge=1, description="distinct (topic, category, type) remembered")
+    metric_topics: int = Field(default=1_000, ge=0, description="topics counted by name; the rest count as '(other)'")
+    dead_letters: int = Field(default=1_000, ge=0, description="dead letters kept in memory; the oldest go first")
+    slow_sync_handler_seconds: PositiveSeconds = Field(default=0.1, description="a slower sync handler is warned of")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:

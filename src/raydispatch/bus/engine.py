@@ -17,6 +17,7 @@ from raydispatch.dispatch.handler import HandlerSource
 from raydispatch.dispatch.metrics import DispatcherMetrics, DispatchMetrics, MetricsRecorder
 from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Outcome, combined_error, worst_status
 from raydispatch.dispatch.registry import DispatcherRegistry, Registry, check_id, make_spec
+from raydispatch.dispatch.sanitize import describe_exception
 from raydispatch.errors import ErrorCode, InvalidParameter, InvalidState, InvalidTable, NotRegistered
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.ids import new_id
@@ -222,8 +223,10 @@ class DispatchEngine:
         for dispatcher in self._dispatchers.values():
             try:
                 await dispatcher.handler.stop()
-            except Exception:
-                self._log.exception("stop failed", extra={"dispatcher_id": dispatcher.spec.dispatcher_id})
+            except Exception as error:
+                # Without the traceback, whose last line would be the exception's own words.
+                fields = {"dispatcher_id": dispatcher.spec.dispatcher_id, "error": describe_exception(error)}
+                self._log.error("stop failed", extra=fields)
 
     async def __aenter__(self) -> "DispatchEngine":
         self.freeze()
@@ -341,9 +344,7 @@ class DispatchEngine:
             self._version,
         )
 
-    def _bury(
-        self, topic: str, envelope: Envelope[Any], outcomes: tuple[Outcome, ...], started_at: datetime
-    ) -> None:
+    def _bury(self, topic: str, envelope: Envelope[Any], outcomes: tuple[Outcome, ...], started_at: datetime) -> None:
         now = datetime.now(UTC)
         for outcome in outcomes:
             if outcome.status in FINAL_FAILURES:
@@ -413,12 +414,16 @@ class DispatchEngine:
 
     def __repr__(self) -> str:
         state = f"frozen, table {self._version}" if self.is_frozen else "open for registration"
-        return f"<DispatchEngine '{self.name}': {self.route_count} routes, {self.dispatcher_count} dispatchers, {state}>"
+        return (
+            f"<DispatchEngine '{self.name}': {self.route_count} routes, {self.dispatcher_count} dispatchers, {state}>"
+        )
 
 
 def _check_topic(topic: object) -> None:
     if not isinstance(topic, str) or not topic.strip():
-        raise InvalidParameter(f"topic must be a string that is not blank, such as 'dev.order.events.v1'; not {topic!r}.")
+        raise InvalidParameter(
+            f"topic must be a string that is not blank, such as 'dev.order.events.v1'; not {topic!r}."
+        )
 
 
 def _size(payload: str | bytes | bytearray | memoryview) -> int:
@@ -427,9 +432,7 @@ def _size(payload: str | bytes | bytearray | memoryview) -> int:
     return payload.nbytes if isinstance(payload, memoryview) else len(payload)
 
 
-def _fields(
-    topic: str, category: MessageCategory | None, envelope: Envelope[Any], **more: object
-) -> dict[str, object]:
+def _fields(topic: str, category: MessageCategory | None, envelope: Envelope[Any], **more: object) -> dict[str, object]:
     return {
         "topic": topic,
         "category": category.value if category else None,

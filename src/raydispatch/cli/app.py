@@ -33,7 +33,9 @@ def load_engine(app: str) -> DispatchEngine:
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
             raise
-        raise InvalidParameter(f"There is no module '{error.name}' in this folder or among the installed ones.") from None
+        raise InvalidParameter(
+            f"There is no module '{error.name}' in this folder or among the installed ones."
+        ) from None
     engine = getattr(module, attribute, None)
     if not isinstance(engine, DispatchEngine):
         found = "has no such name" if engine is None else f"has a {type(engine).__name__} there"

@@ -61,7 +61,8 @@ def demo(messages: int = 2_000) -> None:
     console.print(_summary(results))
     console.print(_dispatchers(engine))
     for letter in engine.dead_letters.list()[:1]:
-        text = f"first of {len(engine.dead_letters)} dead letters: {letter.outcome.dispatcher_id}: {letter.outcome.error_message}"
+        outcome = letter.outcome
+        text = f"first of {len(engine.dead_letters)} dead letters: {outcome.dispatcher_id}: {outcome.error_message}"
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -4,6 +4,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from raydispatch import __version__
 from raydispatch.cli.demo import demo
@@ -38,11 +39,5 @@ def main() -> None:
     try:
         app()
     except DispatchError as error:
-        Console(stderr=True).print(f"[red]Error:[/red] {_escaped(str(error))}", highlight=False, soft_wrap=True)
+        Console(stderr=True).print(f"[red]Error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -22,6 +22,8 @@ Permit = NewType("Permit", int)
 
 
 class CircuitState(StrEnum):
+    """Where a breaker stands."""
+
     CLOSED = "closed"
     OPEN = "open"
     HALF_OPEN = "half_open"

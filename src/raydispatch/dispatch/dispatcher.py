@@ -3,7 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from raydispatch.dispatch.handler import Handler, HandlerSource, PayloadMisfit, 
 from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Outcome
 from raydispatch.dispatch.retry import retry_delay
 from raydispatch.dispatch.sanitize import describe_exception, sanitize
-from raydispatch.dispatch.time_limit import TimeLimit
+from raydispatch.dispatch.time_limit import TimeLimit, TimeLimitExpired
 from raydispatch.errors import ErrorCode
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.topic import MessageCategory
@@ -28,14 +28,14 @@ class DispatcherSpec:
     source: HandlerSource
     category: MessageCategory
     message_types: frozenset[str] | None = None
-    breaker: BreakerSettings | None = BreakerSettings()
-    retry: RetrySettings | None = RetrySettings()
+    breaker: BreakerSettings | None = field(default_factory=BreakerSettings)
+    retry: RetrySettings | None = field(default_factory=RetrySettings)
     time_limit_seconds: float | None = None
     node_kind: str | None = None
 
 
 class Dispatcher:
-    """Runs the handler of one spec. Every trouble that a message can cause ends in the outcome, never in an exception."""
+    """Runs the handler of one spec. Every trouble that a message can cause ends in the outcome; nothing is raised."""
 
     def __init__(
         self,
@@ -107,12 +107,10 @@ class Dispatcher:
             else:
                 with self._limit.call():
                     output = await self._call(envelope)
-        except TimeoutError as error:
-            if self._limit is None or error.__cause__ is None and str(error):
-                return _Failure.of(error, ErrorCode.HANDLER_EXCEPTION)
+        except TimeLimitExpired:
             return _Failure(
                 DispatchStatus.TIMEOUT, ErrorCode.TIME_LIMIT, "TimeoutError",
-                f"it ran longer than its limit of {self._limit.seconds:g} s",
+                f"it ran longer than its limit of {self.spec.time_limit_seconds:g} s",
             )  # fmt: skip
         except Exception as error:
             return _Failure.of(error, ErrorCode.HANDLER_EXCEPTION)
@@ -150,7 +148,7 @@ class Dispatcher:
         self, failure: "_Failure", envelope: Envelope[Any], route_id: str | None, attempts: int, started: float
     ) -> Outcome:
         duration = (perf_counter() - started) * 1000.0
-        level = logging.DEBUG if failure is _REFUSED else logging.ERROR
+        level = logging.ERROR if failure.status.is_error() and failure is not _REFUSED else logging.DEBUG
         if self._log.isEnabledFor(level):
             self._log.log(
                 level,
@@ -217,7 +215,9 @@ def _of_result(result: DispatchResult) -> "tuple[str, ...] | _Failure":
     if result.status.is_successful():
         return tuple(result.outputs or ())
     message = sanitize(result.error_message or f"it returned the status {result.status}")
-    return _Failure(result.status, result.error_code or ErrorCode.HANDLER_RESULT, None, message)
+    code = result.error_code or ErrorCode.HANDLER_RESULT
+    # A message left out on purpose is no fault, and would be left out again.
+    return _Failure(result.status, code, None, message, counts=result.status.is_error())
 
 
 def _shape(output: object) -> str:
@@ -235,4 +235,3 @@ def _where(error: BaseException) -> str | None:
         return None
     code = trace.tb_frame.f_code
     return f"{code.co_filename}:{trace.tb_lineno} in {code.co_name}"
-

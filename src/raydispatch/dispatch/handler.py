@@ -24,7 +24,7 @@ Handle: TypeAlias = Callable[[Envelope[Any]], HandlerOutput | Awaitable[HandlerO
 
 
 class HandlerClass(Protocol):
-    """A class is built once, where it runs, so that models and connections load there; `start` and `stop` are optional."""
+    """Built once, where it runs, so that models and connections load there; `start` and `stop` are optional."""
 
     def handle(self, envelope: Envelope[Any]) -> HandlerOutput | Awaitable[HandlerOutput]:
         """Act on one message."""
@@ -53,7 +53,7 @@ class MessageDispatcher(Protocol):
 HandlerSource: TypeAlias = Handle | type[HandlerClass] | HandlerClass
 
 
-class PayloadMisfit(Exception):  # noqa: N818 - it never leaves this folder
+class PayloadMisfit(Exception):
     """The payload is not what the handler's annotation asks for."""
 
 
@@ -63,7 +63,7 @@ class Handler:
     def __init__(self, source: HandlerSource) -> None:
         self._source = source
         self._instance: object | None = None
-        self._started: Future[None] | None = None
+        self._started: Future[bool] | None = None
         self._lock = threading.Lock()
         function = _function_of(source)
         self.is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -80,15 +80,18 @@ class Handler:
 
     async def start(self) -> None:
         """Build and start the handler, once, whoever asks and from whichever thread; a failure can be tried again."""
-        with self._lock:
-            mine = self._started is None
-            if self._started is None:
-                self._started = Future()
-            started = self._started
-        if mine:
-            await self._start(started)
-        else:
-            await asyncio.wrap_future(started)
+        while True:
+            with self._lock:
+                mine = self._started is None
+                if self._started is None:
+                    self._started = Future()
+                    # From now on it cannot be cancelled: one who gives up waiting must not end it for all.
+                    self._started.set_running_or_notify_cancel()
+                started = self._started
+            if mine:
+                return await self._start(started)
+            if await asyncio.wrap_future(started):
+                return None
 
     async def stop(self) -> None:
         """Stop what was started; a later message starts it anew."""
@@ -99,7 +102,7 @@ class Handler:
         if instance is not None:
             await _run_hook(instance, "stop")
 
-    async def _start(self, started: "Future[None]") -> None:
+    async def _start(self, started: "Future[bool]") -> None:
         try:
             if self.call is None:
                 source: Any = self._source
@@ -110,10 +113,12 @@ class Handler:
         except BaseException as error:
             with self._lock:
                 self._started = None
-            started.set_exception(error)
-            started.exception()  # It is raised below: nobody else need retrieve it.
+            if isinstance(error, Exception):
+                started.set_exception(error)
+            else:
+                started.set_result(False)  # Whoever started was cancelled; of those who wait, another one starts.
             raise
-        started.set_result(None)
+        started.set_result(True)
 
 
 async def run_in_thread(function: Callable[..., Any], *arguments: object) -> Any:
@@ -178,14 +183,16 @@ def _unpacked(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
     function = inspect.unwrap(getattr(function, "__func__", function))
-    return function if hasattr(function, "__globals__") else getattr(type(function), "__call__", function)
+    return function if hasattr(function, "__globals__") else type(function).__call__
 
 
 def _evaluated(annotation: str, function: Any, name: str) -> Any:
     """Resolve an annotation written as a string (as all are under `from __future__ import annotations`)."""
     names = {**getattr(function, "__globals__", {})}
     code = getattr(function, "__code__", None)
-    for variable, cell in zip(code.co_freevars if code else (), getattr(function, "__closure__", None) or (), strict=False):
+    for variable, cell in zip(
+        code.co_freevars if code else (), getattr(function, "__closure__", None) or (), strict=False
+    ):
         try:
             names[variable] = cell.cell_contents
         except ValueError:

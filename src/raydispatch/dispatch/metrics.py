@@ -29,7 +29,7 @@ class Latency(_Frozen):
     total_ms: float = 0.0
     min_ms: float = 0.0
     max_ms: float = 0.0
-    histogram: dict[str, int] = {}  # noqa: RUF012 - pydantic copies it
+    histogram: dict[str, int] = {}
     """Counts by bucket, `le_1ms` … `gt_10000ms`; each message is in one bucket."""
 
     @property
@@ -46,7 +46,7 @@ class DispatcherMetrics(_Frozen):
     """Outcomes of messages for which the handler ran."""
     refused_count: int = 0
     """Outcomes of messages for which it did not: open circuit, or a payload that does not fit."""
-    statuses: dict[DispatchStatus, int] = {}  # noqa: RUF012
+    statuses: dict[DispatchStatus, int] = {}
     latency: Latency = Latency()
     last_error_message: str | None = None
     last_execution_at: datetime | None = None
@@ -80,12 +80,12 @@ class DispatchMetrics(_Frozen):
     """
 
     total_dispatches: int = 0
-    statuses: dict[DispatchStatus, int] = {}  # noqa: RUF012
-    category_metrics: dict[MessageCategory, int] = {}  # noqa: RUF012
-    topic_metrics: dict[str, int] = {}  # noqa: RUF012
+    statuses: dict[DispatchStatus, int] = {}
+    category_metrics: dict[MessageCategory, int] = {}
+    topic_metrics: dict[str, int] = {}
     latency: Latency = Latency()
     routing: Latency = Latency()
-    dispatcher_metrics: dict[str, DispatcherMetrics] = {}  # noqa: RUF012
+    dispatcher_metrics: dict[str, DispatcherMetrics] = {}
 
     @property
     def success_rate(self) -> float:

@@ -96,7 +96,9 @@ def make_spec(
     check_id("dispatcher_id", dispatcher_id)
     if message_types is not None:
         if isinstance(message_types, str) or not all(isinstance(name, str) and name.strip() for name in message_types):
-            raise InvalidParameter(f"message_types must be a set of type names, or None for all; not {message_types!r}.")
+            raise InvalidParameter(
+                f"message_types must be a set of type names, or None for all; not {message_types!r}."
+            )
         message_types = frozenset(message_types)
     limit = options.get("time_limit_seconds")
     if limit is not None and not limit > 0:
@@ -114,5 +116,7 @@ def make_spec(
 def check_id(name: str, value: object) -> None:
     """Ids are strings that are not blank, and not too long for a log line."""
     if not isinstance(value, str) or not value.strip() or len(value) > MAX_ID_LENGTH:
-        shown = f"{value[:40]!r}… ({len(value)} characters)" if isinstance(value, str) and value.strip() else repr(value)
+        shown = (
+            f"{value[:40]!r}… ({len(value)} characters)" if isinstance(value, str) and value.strip() else repr(value)
+        )
         raise InvalidParameter(f"{name} must be a string of 1 to {MAX_ID_LENGTH} characters, not blank; not {shown}.")

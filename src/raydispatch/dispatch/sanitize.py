@@ -1,7 +1,7 @@
 """Sanitizing: no secret that the patterns can see leaves a handler in the text of an error.
 
 Where a secret's *name* stands, everything behind it is masked, to the end of the text. Where its value ends cannot be
-known (it may have blanks, quotes, line breaks in it), and an error that says less is better than one that says too much.
+known (it may have blanks, quotes, line breaks in it), and an error that says too little is better than too much.
 What a text says *before* the name is kept, for instance "Login failed for bob: password=[REDACTED]".
 """
 
@@ -21,7 +21,7 @@ _NAMES = re.compile(
 )
 # Addresses of stores and brokers, and any other address with a user in it.
 _ADDRESSES = re.compile(
-    r"(?:postgres|kafka|mongodb|mysql|redis|amqp)[a-z0-9+]*://|[a-z][a-z0-9+.-]{0,40}://(?=[^/?#\s]*@)", re.IGNORECASE
+    r"(?:postgres|kafka|mongodb|mysql|redis|amqp)[a-z0-9+]*://|[a-z][a-z0-9+.-]{0,40}://(?=[^/\s]*@)", re.IGNORECASE
 )
 
 # All that may stand behind a name without being a value: the end of a sentence, of a quotation, of a bracket.
@@ -33,10 +33,11 @@ _TELLING_KINDS = frozenset(("value_error", "assertion_error", "union_tag_invalid
 
 def sanitize(text: str) -> str:
     """Mask what follows the first name of a secret, and cut the text to a length fit for logs and results."""
-    text = text[:MAX_LENGTH]
-    end = min((found.end() for found in _markers(text)), default=None)
+    # Looking further than is kept: an address is known for one with a password by the @ behind it.
+    text = text[: 4 * MAX_LENGTH]
+    end = min((found.end() for found in _markers(text) if found.start() < MAX_LENGTH), default=None)
     if end is None or not text[end:].strip(_NO_VALUE):
-        return text
+        return text[:MAX_LENGTH]
     kept = text[: min(end, MAX_LENGTH - len(MASK) - 1)]
     return f"{kept}{MASK}" if kept.endswith("://") else f"{kept}={MASK}"
 
@@ -84,9 +85,16 @@ def _place(location: tuple[int | str, ...], known_names: frozenset[str]) -> str:
 
 def _words(fault: Mapping[str, Any]) -> str:
     message = str(fault["msg"])
-    if fault["type"] in _TELLING_KINDS and any(leaf and leaf in message for leaf in _leaves(fault["input"])):
+    if fault["type"] == "union_tag_invalid":
+        return str(fault["type"])
+    if fault["type"] in _TELLING_KINDS and any(_repeats(message, leaf) for leaf in _leaves(fault["input"])):
         return str(fault["type"])
     return sanitize(message)
+
+
+def _repeats(message: str, leaf: str) -> bool:
+    """Whether a message quotes a part of the input: as it is, escaped, or stripped."""
+    return any(form and form in message for form in (leaf, repr(leaf)[1:-1], leaf.strip()))
 
 
 def _leaves(value: Any) -> Iterator[str]:

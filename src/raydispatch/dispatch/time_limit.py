@@ -10,10 +10,14 @@ from types import TracebackType
 from weakref import WeakKeyDictionary
 
 
+class TimeLimitExpired(TimeoutError):
+    """The time was up; unlike any other `TimeoutError`, which a handler may raise for reasons of its own."""
+
+
 class TimeLimit:
     """A limit in seconds for every call made under it; serves any number of event loops.
 
-    Example: `with limit.call(): await handler(envelope)` raises `TimeoutError` when the time is up.
+    Example: `with limit.call(): await handler(envelope)` raises `TimeLimitExpired` when the time is up.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -30,21 +34,26 @@ class TimeLimit:
 
 
 class _Running:
-    """The calls under way in one loop, the earliest first, and the one timer."""
+    """The calls under way in one loop, the earliest first, and whether the one timer runs.
 
-    __slots__ = ("calls", "seconds", "timer")
+    The timer itself is not kept: it refers to its loop, which could then never go from the weak dictionary.
+    """
+
+    __slots__ = ("armed", "calls", "seconds")
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.calls: dict[_Call, None] = {}
-        self.timer: asyncio.TimerHandle | None = None
+        self.armed = False
 
     def expire(self, loop: asyncio.AbstractEventLoop) -> None:
         now = loop.time()
         for call in list(takewhile(lambda call: call.deadline <= now, self.calls)):
             call.expire()
         first = next(iter(self.calls), None)
-        self.timer = None if first is None else loop.call_at(first.deadline, self.expire, loop)
+        self.armed = first is not None
+        if first is not None:
+            loop.call_at(first.deadline, self.expire, loop)
 
 
 class _Call:
@@ -62,8 +71,9 @@ class _Call:
         self._cancels_before = task.cancelling()
         self.deadline = self._loop.time() + self._running.seconds
         self._running.calls[self] = None
-        if self._running.timer is None:
-            self._running.timer = self._loop.call_at(self.deadline, self._running.expire, self._loop)
+        if not self._running.armed:
+            self._running.armed = True
+            self._loop.call_at(self.deadline, self._running.expire, self._loop)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -72,7 +82,7 @@ class _Call:
             del self._running.calls[self]
         elif self._task.uncancel() <= self._cancels_before and kind is asyncio.CancelledError:
             # Ours was the only cancellation: had the caller cancelled too, that one would go on.
-            raise TimeoutError from error
+            raise TimeLimitExpired from error
 
     def expire(self) -> None:
         self._expired = True

@@ -107,7 +107,9 @@ class MessageBatch:
 
     def take(self, indices: "pa.Array | Sequence[int]") -> "MessageBatch":
         """The messages at these positions, in this order."""
-        return MessageBatch(self.table.take(indices if isinstance(indices, pa.Array) else pa.array(indices, pa.int64())))
+        return MessageBatch(
+            self.table.take(indices if isinstance(indices, pa.Array) else pa.array(indices, pa.int64()))
+        )
 
     def split(self, parts: "Sequence[pa.Array | Sequence[int]]") -> list["MessageBatch"]:
         """One batch for each list of positions."""
@@ -142,13 +144,13 @@ def _encode(envelope: Envelope[Any]) -> tuple[bytes, int]:
     payload = envelope.payload
     if isinstance(payload, bytes):
         return payload, BYTES
-    if isinstance(payload, str):
-        return payload.encode(), TEXT
     try:
+        if isinstance(payload, str):
+            return payload.encode(), TEXT
         return to_json(payload), JSON
     except Exception as error:
         raise InvalidParameter(
-            f"The payload of message {envelope.message_id} ({type(payload).__name__}) cannot be written as JSON: {error}"
+            f"The payload of message {envelope.message_id} ({type(payload).__name__}) is no data: {error}"
         ) from error
 
 
@@ -164,7 +166,10 @@ def _uuid(identity: bytes) -> Any:
 
 def _column(table: pa.Table, field: pa.Field) -> Any:
     if field.name in table.column_names:
-        return table[field.name].cast(field.type)
+        column = table[field.name].cast(field.type)
+        # An id is needed for every message; a null one counts as not given.
+        needs_ids = field.name in ("message_id", "correlation_id") and column.null_count
+        return pc.coalesce(column, _random_ids(table.num_rows)) if needs_ids else column
     defaults: Mapping[str, int] = {"attempt": 1, "hops": 0, "encoding": NATIVE}
     if field.name in defaults:
         return pa.repeat(pa.scalar(defaults[field.name], field.type), table.num_rows)
@@ -178,7 +183,8 @@ def _random_ids(count: int) -> pa.Array:
 
 
 def _encoded(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return pc.dictionary_encode(column, null_encoding="encode").unify_dictionaries()
+    # All chunks come out with one dictionary. (Unifying them would raise: Arrow can't, where a dictionary has a null.)
+    return pc.dictionary_encode(column, null_encoding="encode")
 
 
 def _dictionary(encoded: pa.ChunkedArray) -> list[Any]:

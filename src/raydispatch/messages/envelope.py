@@ -50,15 +50,23 @@ class Envelope(Generic[PayloadT]):
             object.__setattr__(self, "message_type", type(self.payload).__name__)
         elif type(self.message_type) is not str or len(self.message_type) > MAX_ID_LENGTH:
             raise InvalidParameter(f"message_type must be a string of at most {MAX_ID_LENGTH} characters.")
-        if type(self.message_id) is not UUID or type(self.correlation_id) is not UUID:
-            raise InvalidParameter("message_id and correlation_id must be UUIDs: uuid.UUID(text) makes one from text.")
+        if (
+            type(self.message_id) is not UUID
+            or type(self.correlation_id) is not UUID
+            or (self.causation_id is not None and type(self.causation_id) is not UUID)
+        ):
+            raise InvalidParameter(
+                "message_id, correlation_id and causation_id must be UUIDs: uuid.UUID(text) makes one from text."
+            )
         if self.key is not None and (type(self.key) is not str or len(self.key) > MAX_ID_LENGTH):
             raise InvalidParameter(f"key must be a string of at most {MAX_ID_LENGTH} characters, or None.")
         if self.headers is not _NO_HEADERS:
             object.__setattr__(self, "headers", _checked_headers(self.headers))
-        if self.traceparent is not None and not _TRACEPARENT.fullmatch(self.traceparent):
+        if self.traceparent is not None and not (
+            isinstance(self.traceparent, str) and _TRACEPARENT.fullmatch(self.traceparent)
+        ):
             raise InvalidParameter(
-                f"traceparent must read 00-<32 hex>-<16 hex>-<2 hex> (W3C), not {self.traceparent[:80]!r}."
+                f"traceparent must read 00-<32 hex>-<16 hex>-<2 hex> (W3C), not {str(self.traceparent)[:80]!r}."
             )
 
     @property
@@ -84,10 +92,21 @@ class Envelope(Generic[PayloadT]):
         return self._copy(self.payload, self.topic, attempt)
 
     def _copy(self, payload: OtherT, topic: str, attempt: int) -> "Envelope[OtherT]":
-        return Envelope(
-            payload, self.message_type, topic, self.key, self.message_id, self.correlation_id, self.causation_id,
-            self.traceparent, self.headers, attempt, self.hops,
-        )  # fmt: skip
+        # What was checked at birth is not checked again: three of these are made for a message on its way.
+        copy: Envelope[OtherT] = object.__new__(Envelope)
+        put = object.__setattr__
+        put(copy, "payload", payload)
+        put(copy, "message_type", self.message_type)
+        put(copy, "topic", topic)
+        put(copy, "key", self.key)
+        put(copy, "message_id", self.message_id)
+        put(copy, "correlation_id", self.correlation_id)
+        put(copy, "causation_id", self.causation_id)
+        put(copy, "traceparent", self.traceparent)
+        put(copy, "headers", self.headers)
+        put(copy, "attempt", attempt)
+        put(copy, "hops", self.hops)
+        return copy
 
     def __reduce__(self) -> tuple[object, ...]:
         # Positional and without the read-only view of the headers, which does not pickle.
@@ -98,8 +117,8 @@ class Envelope(Generic[PayloadT]):
 
 
 def _checked_headers(headers: Mapping[str, str]) -> Mapping[str, str]:
-    if isinstance(headers, MappingProxyType):
-        return headers
-    if not all(isinstance(name, str) and isinstance(value, str) for name, value in headers.items()):
+    if not isinstance(headers, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, str) for name, value in headers.items()
+    ):
         raise InvalidParameter("headers must map strings to strings.")
     return MappingProxyType(dict(headers)) if headers else _NO_HEADERS

@@ -4,7 +4,7 @@ import os
 from uuid import UUID
 
 _BLOCK = 512
-_VERSION_4 = 0x4 << 76 | 0x8 << 62
+_VERSION_4 = 0x4 << 76 | 0x2 << 62
 _VERSION_BITS = ~(0xF << 76 | 0x3 << 62)
 
 _pool: list[int] = []

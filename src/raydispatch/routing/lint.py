@@ -15,6 +15,8 @@ MOST_OVERLAPS = 100
 
 
 class LintLevel(StrEnum):
+    """An error can never work; a warning may be meant."""
+
     ERROR = "error"
     WARNING = "warning"
 
@@ -84,7 +86,7 @@ def _unreachable(table: RouteTable, routes: list[DispatchRoute]) -> Iterator[Fin
         if table.types_of(route) == frozenset():
             yield Finding(
                 LintLevel.ERROR, LintRule.UNREACHABLE, route.route_id,
-                f"it asks for the type {route.message_type}, which its dispatcher '{route.dispatcher_id}' does not take",
+                f"it asks for {route.message_type}, which the dispatcher '{route.dispatcher_id}' does not take",
             )  # fmt: skip
         elif not _can_have_category(route.pattern, route.message_category):
             yield Finding(
@@ -138,7 +140,9 @@ def _makes_needless(table: RouteTable, earlier: DispatchRoute, route: DispatchRo
 
 def _why_needless(earlier: DispatchRoute, route: DispatchRoute) -> str:
     if earlier.dispatcher_id == route.dispatcher_id:
-        return f"it adds nothing: '{earlier.route_id}' sends all of {route.topic_pattern} to the same dispatcher already"
+        return (
+            f"it adds nothing: '{earlier.route_id}' sends all of {route.topic_pattern} to the same dispatcher already"
+        )
     return f"it never wins: '{earlier.route_id}' ({earlier.topic_pattern}) comes first and takes all of its commands"
 
 

@@ -28,6 +28,8 @@ class PatternKind(IntEnum):
 
 
 class SegmentKind(IntEnum):
+    """What a segment of a pattern takes: itself, what it looks like, any one, or any number."""
+
     LITERAL = 0
     PARTIAL = 1
     ANY = 2

@@ -26,7 +26,7 @@ class DispatchRoute(BaseModel):
     message_category: MessageCategory
     dispatcher_id: Identifier
     message_type: Identifier | None = None
-    priority: int = Field(0, ge=-1000, le=1000)
+    priority: int = Field(default=0, ge=-1000, le=1000)
     enabled: bool = True
     description: str | None = None
     correlation_id: UUID | None = None

@@ -70,7 +70,6 @@ class RouteTable:
         self.dispatchers = dict(sorted(dispatchers.items()))
         self._cache_entries = cache_entries
         self._finders = {category: self._finder(category) for category in MessageCategory}
-        self._alone: dict[int, Match] = {}
         # Two generations: a hit in the old one moves the entry to the new one, and when that is half of the limit,
         # the old one is let go. Nothing is ever evicted one by one, and no lock is needed: at worst, two threads look
         # up the same thing.
@@ -81,9 +80,10 @@ class RouteTable:
         self, topic: str, category: MessageCategory, message_type: str | None = None
     ) -> tuple[DispatchRoute, ...]:
         """All routes that take such a message, in order; the type filters of their dispatchers are applied."""
-        found = self._recent.get((topic, category, message_type))
+        key = (topic, category, message_type)
+        found = self._recent.get(key)
         if found is None:
-            found = self._look_up((topic, category, message_type))
+            found = self._look_up(key)
         return found.routes
 
     def first(self, topic: str, category: MessageCategory, message_type: str | None = None) -> DispatchRoute | None:
@@ -95,9 +95,10 @@ class RouteTable:
         self, topic: str, category: MessageCategory, message_type: str | None = None
     ) -> tuple[DispatchRoute, ...]:
         """One route for each dispatcher that shall run: a dispatcher matched twice runs once, a command has one."""
-        found = self._recent.get((topic, category, message_type))
+        key = (topic, category, message_type)
+        found = self._recent.get(key)
         if found is None:
-            found = self._look_up((topic, category, message_type))
+            found = self._look_up(key)
         return found.selected
 
     def match_distinct(self, batch: "MessageBatch") -> DistinctMatches:
@@ -114,7 +115,9 @@ class RouteTable:
     def version(self) -> str:
         """A hash of the content: equal for equal tables, in every process and for every order of registration."""
         content = {
-            "routes": sorted((route.model_dump(mode="json") for route in self.routes), key=lambda r: str(r["route_id"])),
+            "routes": sorted(
+                (route.model_dump(mode="json") for route in self.routes), key=lambda r: str(r["route_id"])
+            ),
             "dispatchers": {
                 dispatcher_id: [category, None if types is None else sorted(types)]
                 for dispatcher_id, (category, types) in self.dispatchers.items()
@@ -163,17 +166,17 @@ class RouteTable:
         segments = segments_of(topic)
         if not segments:
             return _NOTHING
-        ranks = self._finders[category].find(segments, message_type)
-        if len(ranks) == 1:
-            return self._alone.get(ranks[0]) or self._match_alone(ranks[0])
+        leaves = self._finders[category].find(segments)
+        if len(leaves) == 1 and leaves[0].alone is not None:
+            return leaves[0].alone
+        ranks: list[int] = []
+        for leaf in leaves:
+            ranks += leaf.any_type
+            if leaf.by_type is not None and message_type is not None:
+                ranks += leaf.by_type.get(message_type, ())
         ranks.sort()
         routes = tuple([self.routes[rank] for rank in ranks])
         return Match(routes, _selected(routes, category))
-
-    def _match_alone(self, rank: int) -> Match:
-        """Most topics match one route; all of that route's topics share one answer."""
-        routes = (self.routes[rank],)
-        return self._alone.setdefault(rank, Match(routes, routes))
 
     def _finder(self, category: MessageCategory) -> "_Finder":
         routes = [
@@ -207,22 +210,28 @@ def _restore(
 class _Leaf:
     """The ranks of the routes that share a pattern, by the message types they take."""
 
-    __slots__ = ("any_type", "by_type")
+    __slots__ = ("alone", "any_type", "by_type")
 
     def __init__(self) -> None:
         self.any_type: tuple[int, ...] = ()
-        self.by_type: dict[str, tuple[int, ...]] = {}
+        self.by_type: dict[str, tuple[int, ...]] | None = None
+        self.alone: Match | None = None
+        """The answer for a topic that fits this pattern only, if one route for all types has it: the common case."""
 
-    def add(self, rank: int, types: frozenset[str] | None) -> None:
+    def add(self, rank: int, route: DispatchRoute, types: frozenset[str] | None) -> None:
+        only = types is None and not self.any_type and self.by_type is None
+        self.alone = Match((route,), (route,)) if only else None
         if types is None:
             self.any_type += (rank,)
-        else:
-            for name in types:
-                self.by_type[name] = (*self.by_type.get(name, ()), rank)
+            return
+        if self.by_type is None:
+            self.by_type = {}
+        for name in types:
+            self.by_type[name] = (*self.by_type.get(name, ()), rank)
 
 
 class _Finder:
-    """Finds the ranks of the routes of one category: by hash, by trie, by automaton, by RE2."""
+    """Finds the leaves of the patterns of one category: by hash, by trie, by automaton, by RE2."""
 
     def __init__(self, routes: Sequence[tuple[int, DispatchRoute, frozenset[str] | None]]) -> None:
         self._exact: dict[str, _Leaf] = {}
@@ -240,7 +249,8 @@ class _Finder:
                 leaf = wide.setdefault(folded, (pattern.segments, _Leaf()))[1]
             else:
                 leaf = self._trie.leaf(pattern.segments, _Leaf)
-            leaf.add(rank, types)
+            leaf.add(rank, route, types)
+        self._trie.compact()
         columns = list(wide.values())
         self._automata = [
             Automaton(columns[start : start + _AUTOMATON_WIDTH]) for start in range(0, len(columns), _AUTOMATON_WIDTH)
@@ -248,19 +258,16 @@ class _Finder:
         self._regex_leaves = list(regexes.values())
         self._regexes = regex_set(list(regexes)) if regexes else None
 
-    def find(self, topic: list[str], message_type: str | None) -> list[int]:
+    def find(self, topic: list[str]) -> list[_Leaf]:
         leaves = self._trie.find(topic)
         if self._exact:
             exact = self._exact.get(".".join(topic))
             if exact is not None:
                 leaves.append(exact)
-        for automaton in self._automata:
-            leaves += automaton.find(topic)
+        if self._automata:
+            for automaton in self._automata:
+                leaves += automaton.find(topic)
         if self._regexes is not None:
-            leaves += [self._regex_leaves[i] for i in self._regexes.Match(".".join(topic))]
-        ranks: list[int] = []
-        for leaf in leaves:
-            ranks += leaf.any_type
-            if leaf.by_type and message_type is not None:
-                ranks += leaf.by_type.get(message_type, ())
-        return ranks
+            # Where nothing fits, RE2 gives None.
+            leaves += [self._regex_leaves[i] for i in self._regexes.Match(".".join(topic)) or ()]
+        return leaves

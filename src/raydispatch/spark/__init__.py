@@ -1,0 +1,1 @@
+"""Spark on Ray. For now: the Java that it will run on."""
