@@ -22,21 +22,22 @@ async def bill(envelope: Envelope[OrderPlaced]) -> str:
 
 
 @engine.dispatcher("audit", topics="**.events.**", category=MessageCategory.EVENT)
-def audit(envelope: Envelope[object]) -> None:
+async def audit(envelope: Envelope[object]) -> None:
     print(f"audit:   {envelope.message_type} on {envelope.topic}")
 
 
 async def main() -> None:
-    engine.freeze()
+    async with engine:
+        placed = await engine.dispatch("dev.order.events.v1", Envelope(OrderPlaced(order_id=7, total=99.5)))
+        print(placed.status, [outcome.dispatcher_id for outcome in placed.outcomes], list(placed.outputs))
+        await engine.drain()  # until what billing sent on has arrived, too
 
-    placed = await engine.dispatch("dev.order.events.v1", Envelope(OrderPlaced(order_id=7, total=99.5)))
-    print(placed.status, [outcome.dispatcher_id for outcome in placed.outcomes], list(placed.outputs))
+        wrong = Envelope({"order_id": "seven"}, message_type="OrderPlaced")
+        broken = await engine.dispatch("dev.order.events.v1", wrong)
+        print(broken.status, "-", broken.error_message)
 
-    broken = await engine.dispatch("dev.order.events.v1", Envelope({"order_id": "seven"}, message_type="OrderPlaced"))
-    print(broken.status, "-", broken.error_message)
-
-    lost = await engine.dispatch("dev.order.commands.v1", Envelope({"order_id": 7}, message_type="ShipOrder"))
-    print(lost.status, "-", lost.error_message)
+        lost = await engine.dispatch("dev.order.commands.v1", Envelope({"order_id": 7}, message_type="ShipOrder"))
+        print(lost.status, "-", lost.error_message)
 
 
 if __name__ == "__main__":

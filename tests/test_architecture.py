@@ -10,16 +10,22 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "raydispatch"
 
+CORE = ["messages", "routing", "dispatch", "delivery", "bus"]
 MAY_IMPORT = {
-    "messages": set(),
-    "routing": {"messages"},
-    "dispatch": {"messages", "routing"},
-    "delivery": {"messages", "routing", "dispatch"},
-    "bus": {"messages", "routing", "dispatch", "delivery"},
-    "spark": {"messages", "routing", "dispatch", "delivery", "bus"},
-    "cli": {"messages", "routing", "dispatch", "delivery", "bus", "spark"},
+    **{folder: set(CORE[:position]) for position, folder in enumerate(CORE)},
+    "actors": {*CORE},
+    "spark": {*CORE, "actors"},
+    "testing": {*CORE, "actors", "spark"},
+    "cli": {*CORE, "actors", "spark", "testing"},
 }
-HOMES = {"ray": "actors", "pyspark": "spark", "raydp": "spark", "opentelemetry": "telemetry", "typer": "cli"}
+HOMES = {
+    "ray": "actors",
+    "pyspark": "spark",
+    "raydp": "spark",
+    "opentelemetry": "telemetry",
+    "typer": "cli",
+    "pytest": "testing",
+}
 
 
 def imports_of(file: Path) -> set[str]:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raydispatch.bus.engine import DispatchEngine
+    from raydispatch.bus.pubsub import Subscription
+    from raydispatch.bus.session import Session
     from raydispatch.dispatch.breaker import CircuitBreaker, CircuitState
-    from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Outcome
+    from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Outcome, Receipt, Reply
     from raydispatch.dispatch.registry import DispatcherRegistry
     from raydispatch.errors import DispatchError, ErrorCode
     from raydispatch.messages.batch import MessageBatch
@@ -18,7 +20,13 @@ if TYPE_CHECKING:
     from raydispatch.messages.topic import MessageCategory
     from raydispatch.routing.route import DispatchRoute
     from raydispatch.routing.table import RouteTable
-    from raydispatch.settings import BreakerSettings, EngineSettings, RetrySettings
+    from raydispatch.settings import (
+        BackpressureSettings,
+        BackpressureStrategy,
+        BreakerSettings,
+        EngineSettings,
+        RetrySettings,
+    )
 
 __version__ = "0.1.0"
 
@@ -29,6 +37,11 @@ __all__ = [  # noqa: RUF022 - in the order of the story
     "DispatchEngine",
     "DispatchResult",
     "DispatcherRegistry",
+    # Asking and publishing
+    "Reply",
+    "Receipt",
+    "Session",
+    "Subscription",
     # What they are made of
     "MessageCategory",
     "DispatchStatus",
@@ -40,6 +53,8 @@ __all__ = [  # noqa: RUF022 - in the order of the story
     # Settings and errors
     "BreakerSettings",
     "RetrySettings",
+    "BackpressureSettings",
+    "BackpressureStrategy",
     "EngineSettings",
     "DispatchError",
     "ErrorCode",
@@ -48,11 +63,15 @@ __all__ = [  # noqa: RUF022 - in the order of the story
 # Loaded on first use: `import raydispatch` costs next to nothing, and what is never asked for is never loaded.
 _HOMES = {
     "DispatchEngine": "bus.engine",
+    "Session": "bus.session",
+    "Subscription": "bus.pubsub",
     "CircuitBreaker": "dispatch.breaker",
     "CircuitState": "dispatch.breaker",
     "DispatchResult": "dispatch.outcome",
     "DispatchStatus": "dispatch.outcome",
     "Outcome": "dispatch.outcome",
+    "Receipt": "dispatch.outcome",
+    "Reply": "dispatch.outcome",
     "DispatcherRegistry": "dispatch.registry",
     "DispatchError": "errors",
     "ErrorCode": "errors",
@@ -61,6 +80,8 @@ _HOMES = {
     "MessageCategory": "messages.topic",
     "DispatchRoute": "routing.route",
     "RouteTable": "routing.table",
+    "BackpressureSettings": "settings",
+    "BackpressureStrategy": "settings",
     "BreakerSettings": "settings",
     "EngineSettings": "settings",
     "RetrySettings": "settings",

@@ -6,6 +6,11 @@ failing handler) is never raised: it is an outcome, with one of the same codes.
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+if TYPE_CHECKING:
+    from raydispatch.dispatch.outcome import DispatchResult
 
 
 class ErrorCode(StrEnum):
@@ -27,6 +32,64 @@ class ErrorCode(StrEnum):
     HANDLER_RESULT = "handler_result"
     TIME_LIMIT = "time_limit"
     CIRCUIT_OPEN = "circuit_open"
+    NOT_A_COMMAND = "not_a_command"
+    MIDDLEWARE_EXCEPTION = "middleware_exception"
+    DUPLICATE_MESSAGE = "duplicate_message"
+    FILTERED = "filtered"
+    NO_HEALTHY_ENDPOINT = "no_healthy_endpoint"
+    REPLICA_LOST = "replica_lost"
+    OUTBOX_FULL = "outbox_full"
+    HOP_LIMIT = "hop_limit"
+    QUEUE_FULL = "queue_full"
+    DROPPED = "dropped"
+    RATE_LIMITED = "rate_limited"
+    SHUT_DOWN = "shut_down"
+
+    # What a request or a reply met.
+    NO_REPLY = "no_reply"
+    LATE_REPLY = "late_reply"
+    UNKNOWN_REPLY = "unknown_reply"
+    DUPLICATE_REPLY = "duplicate_reply"
+    CHANNEL_CLOSED = "channel_closed"
+
+    @property
+    def error_class(self) -> "ErrorClass":
+        """Which part of the way it belongs to."""
+        return _CLASSES.get(self, ErrorClass.DELIVERY)
+
+
+class ErrorClass(StrEnum):
+    """The four kinds of trouble, for those who alert or route by kind."""
+
+    ROUTING = "routing"
+    CORRELATION = "correlation"
+    DELIVERY = "delivery"
+    SYSTEM = "system"
+
+
+_CLASSES = {
+    **dict.fromkeys((ErrorCode.INVALID_TOPIC, ErrorCode.NO_DISPATCHER, ErrorCode.NOT_A_COMMAND), ErrorClass.ROUTING),
+    **dict.fromkeys(
+        (
+            ErrorCode.NO_REPLY,
+            ErrorCode.LATE_REPLY,
+            ErrorCode.UNKNOWN_REPLY,
+            ErrorCode.DUPLICATE_REPLY,
+            ErrorCode.CHANNEL_CLOSED,
+        ),
+        ErrorClass.CORRELATION,
+    ),
+    **dict.fromkeys(
+        (
+            ErrorCode.INVALID_STATE,
+            ErrorCode.INVALID_PARAMETER,
+            ErrorCode.DUPLICATE_REGISTRATION,
+            ErrorCode.ITEM_NOT_REGISTERED,
+            ErrorCode.SHUT_DOWN,
+        ),
+        ErrorClass.SYSTEM,
+    ),
+}
 
 
 class DispatchError(Exception):
@@ -109,6 +172,86 @@ class CircuitOpen(DispatchError):
     """A guarded block was not entered because its circuit breaker is open."""
 
     error_code = ErrorCode.CIRCUIT_OPEN
+
+
+class CorrelationError(DispatchError):
+    """A request and its reply did not come together."""
+
+    def __init__(self, correlation_id: UUID) -> None:
+        super().__init__(correlation_id)
+        self.correlation_id = correlation_id
+
+    def __str__(self) -> str:
+        return (self.__doc__ or "").format(self.correlation_id)
+
+
+class RequestTimeout(CorrelationError):
+    """No reply to the request {} came in time."""
+
+    error_code = ErrorCode.NO_REPLY
+
+
+class RequestFailed(CorrelationError):
+    """The request ended without a reply; `result` tells how."""
+
+    def __init__(self, correlation_id: UUID, result: "DispatchResult") -> None:
+        super().__init__(correlation_id)
+        self.args = (correlation_id, result)
+        self.result = result
+        self.error_code = result.error_code or ErrorCode.NO_REPLY
+
+    def __str__(self) -> str:
+        return f"The request {self.correlation_id} ended as {self.result.status}: {self.result.error_message}"
+
+
+class EndpointLost(DispatchError):
+    """Raised by a handler to say that this instance of it is broken: another one takes the message."""
+
+    error_code = ErrorCode.REPLICA_LOST
+
+
+class StartFailed(DispatchError):
+    """A dispatcher could not be started on the cluster."""
+
+    error_code = ErrorCode.START_FAILED
+
+    def __init__(self, dispatcher_id: str, reason: str) -> None:
+        super().__init__(dispatcher_id, reason)
+        self.dispatcher_id = dispatcher_id
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"The dispatcher '{self.dispatcher_id}' could not be started: {self.reason}."
+
+
+class SystemUnavailable(DispatchError):
+    """There is no such system on the cluster, or it was stopped."""
+
+    error_code = ErrorCode.SHUT_DOWN
+
+
+class LateReply(CorrelationError):
+    """The request {} has timed out or was given up: its reply came too late."""
+
+    error_code = ErrorCode.LATE_REPLY
+
+
+class UnknownReply(CorrelationError):
+    """Nobody has asked anything with the correlation id {}."""
+
+    error_code = ErrorCode.UNKNOWN_REPLY
+
+
+class DuplicateReply(CorrelationError):
+    """The request {} has had its reply already."""
+
+    error_code = ErrorCode.DUPLICATE_REPLY
+
+
+class ChannelClosed(CorrelationError):
+    """The engine was stopped: there will be no reply to the request {}."""
+
+    error_code = ErrorCode.CHANNEL_CLOSED
 
 
 class MissingExtra(DispatchError):

@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -54,6 +55,41 @@ class RetrySettings(Settings):
     factor: float = Field(default=2.0, ge=1, allow_inf_nan=False)
 
 
+class BackpressureStrategy(StrEnum):
+    """What happens to a message for which there is no room."""
+
+    WAIT = "wait"
+    """Its sender waits."""
+    REJECT_NEW = "reject_new"
+    """It is refused."""
+    DROP_OLDEST = "drop_oldest"
+    """The oldest one goes instead."""
+    ADAPTIVE_RATE_LIMIT = "adaptive_rate_limit"
+    """Fewer are let in while the queue is high, and more again when it is low."""
+
+
+class BackpressureSettings(Settings):
+    """How long a queue may grow, and what happens then.
+
+    Example: `BackpressureSettings(strategy=BackpressureStrategy.WAIT, capacity=1_000)`.
+    """
+
+    strategy: BackpressureStrategy = BackpressureStrategy.REJECT_NEW
+    capacity: int = Field(default=10_000, ge=1)
+    high_mark: float = Field(default=0.8, gt=0, le=1, description="above this share of the capacity, pressure is high")
+    low_mark: float = Field(default=0.5, ge=0, lt=1, description="below this share, it is over")
+    adjust_seconds: PositiveSeconds = Field(default=0.1, description="how often an adaptive rate changes")
+    rate_factor: float = Field(default=0.5, gt=0, lt=1, description="an adaptive rate is multiplied by this when high")
+    rate_step: float = Field(default=100.0, gt=0, description="messages/s that it gains at each change when it is not")
+    least_rate: float = Field(default=10.0, gt=0, description="messages/s that it never falls below")
+
+    @model_validator(mode="after")
+    def _marks_in_order(self) -> Self:
+        if self.low_mark >= self.high_mark:
+            raise ValueError(f"low_mark ({self.low_mark}) must be below high_mark ({self.high_mark})")
+        return self
+
+
 class EngineSettings(Settings):
     """Limits of one engine. Every one of them bounds something that could otherwise grow without end.
 
@@ -65,10 +101,62 @@ class EngineSettings(Settings):
     metric_topics: int = Field(default=1_000, ge=0, description="topics counted by name; the rest count as '(other)'")
     dead_letters: int = Field(default=1_000, ge=0, description="dead letters kept in memory; the oldest go first")
     slow_sync_handler_seconds: PositiveSeconds = Field(default=0.1, description="a slower sync handler is warned of")
+    backpressure: BackpressureSettings = Field(
+        default=BackpressureSettings(), description="the queue of published messages"
+    )
+    batch_size: int = Field(default=100, ge=1, description="published messages that are taken from the queue at once")
+    batch_wait_seconds: float = Field(
+        default=0.1, ge=0, allow_inf_nan=False, description="how long a batch that is not full waits for more"
+    )
+    max_concurrent_deliveries: int = Field(default=1_000, ge=1, description="published messages under way at once")
+    outbox_capacity: int = Field(default=10_000, ge=1, description="outputs of handlers that wait to be sent on")
+    max_hops: int = Field(default=16, ge=1, description="how many handlers an output may have come through")
+    request_timeout_seconds: PositiveSeconds = Field(default=30.0, description="how long a request waits for its reply")
+    health_interval_seconds: PositiveSeconds = Field(default=5.0, description="how often endpoints are asked")
+    stop_seconds: float = Field(
+        default=30.0, ge=0, allow_inf_nan=False, description="how long stop() waits for the rest"
+    )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
-        """Read `RAYDISPATCH_<NAME>` variables, such as `RAYDISPATCH_MAX_PAYLOAD_BYTES`."""
-        source = os.environ if environment is None else environment
-        names = {name: f"RAYDISPATCH_{name.upper()}" for name in cls.model_fields}
-        return cls.model_validate({name: source[key] for name, key in names.items() if key in source})
+        """Read `RAYDISPATCH_<NAME>` variables: `RAYDISPATCH_BATCH_SIZE`, `RAYDISPATCH_BACKPRESSURE_CAPACITY`."""
+        return cls.model_validate(_read(cls, "RAYDISPATCH_", os.environ if environment is None else environment))
+
+
+class SystemSettings(Settings):
+    """Limits of an engine that runs on Ray.
+
+    Example: `DispatchSystem.start(engine, settings=SystemSettings(routers=4))`.
+    """
+
+    routers: int = Field(default=2, ge=1, le=1_000)
+    batch_messages: int = Field(default=2_000, ge=1, description="messages that a gateway sends in one call at most")
+    window_calls: int = Field(default=8, ge=1, description="calls that a gateway has under way at once")
+    waiting_messages: int = Field(
+        default=10_000, ge=1, description="messages that wait in a gateway; more callers wait"
+    )
+    call_seconds: PositiveSeconds = Field(default=300.0, description="how long a caller waits for an outcome")
+    start_seconds: PositiveSeconds = Field(default=60.0, description="how long actors may take to start")
+    stop_seconds: float = Field(
+        default=30.0, ge=0, allow_inf_nan=False, description="how long stop() waits for the rest"
+    )
+    lease_seconds: PositiveSeconds = Field(
+        default=30.0, description="how long a system outlives a driver that vanished"
+    )
+    health_seconds: PositiveSeconds = Field(default=5.0, description="how often actors are asked how they are")
+    remembered_ids: int = Field(default=100_000, ge=2, description="message ids that each replica remembers")
+    metric_topics: int = Field(default=1_000, ge=0, description="topics counted by name; the rest count as '(other)'")
+    dead_letters: int = Field(default=1_000, ge=0, description="dead letters kept in memory; the oldest go first")
+
+
+def _read(settings: type[Settings], prefix: str, environment: Mapping[str, str]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, field in settings.model_fields.items():
+        key = prefix + name.upper()
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Settings):
+            if part := _read(inner, f"{key}_", environment):
+                found[name] = part
+        elif key in environment:
+            found[name] = environment[key]
+    return found

@@ -1,6 +1,6 @@
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from raydispatch.bus.engine import DispatchEngine
 from raydispatch.dispatch.breaker import CircuitState
 from raydispatch.dispatch.dispatcher import DispatcherSpec
-from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus
+from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Reply
 from raydispatch.dispatch.registry import DispatcherRegistry
 from raydispatch.errors import (
     DuplicateRegistration,
@@ -594,3 +594,294 @@ def test_ten_thousand_dispatches_from_several_threads_lose_no_count() -> None:
     assert metrics.dispatcher_metrics["b"].statuses == metrics.statuses
     assert metrics.dispatcher_metrics["b"].execution_count == 10_000
     assert len(engine.dead_letters) + engine.dead_letters.forgotten == 2_500
+
+
+# Starting and stopping
+
+
+class Connection:
+    """A handler with a life, which it tells, and a gate for messages that say so."""
+
+    def __init__(self) -> None:
+        self.life: list[str] = []
+        self.gate = asyncio.Event()
+
+    async def start(self) -> None:
+        self.life.append("start")
+
+    async def handle(self, envelope: Envelope[Any]) -> Reply:
+        self.life.append("begin")
+        if envelope.payload == "hang":
+            await self.gate.wait()
+        self.life.append("end")
+        return Reply(envelope.payload)
+
+    async def stop(self) -> None:
+        self.life.append("stop")
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - there is no event for everything that a test waits for
+            await asyncio.sleep(0)
+
+
+def live_engine(*handlers: Any, **settings: Any) -> DispatchEngine:
+    engine = DispatchEngine("live", settings=EngineSettings(**{"batch_wait_seconds": 0, **settings}))
+    for name, handler in zip("abcdefgh", handlers, strict=False):
+        engine.dispatcher(name, topics=TOPIC, category=EVENT, retry=ONCE)(handler)
+    engine.freeze()
+    return engine
+
+
+def test_an_engine_can_be_stopped_and_started_again() -> None:
+    async def story() -> None:
+        connection = Connection()
+        engine = live_engine(connection)
+
+        for _ in range(2):
+            async with engine, engine.subscribe("**") as listener:
+                assert (await engine.dispatch(TOPIC, Envelope(1))).is_successful()
+                assert (await engine.publish(TOPIC, Envelope(2))).subscribers == 1
+                assert await engine.request(TOPIC, Envelope(3)) == Reply(3)
+                await engine.drain()
+                assert listener.pending == 1
+
+        assert connection.life == ["start", *["begin", "end"] * 3, "stop"] * 2
+
+    asyncio.run(asyncio.wait_for(story(), 5))
+
+
+def test_a_start_that_fails_stops_what_was_started() -> None:
+    class Broken(Connection):
+        async def start(self) -> None:
+            raise OSError("down")
+
+    async def story() -> None:
+        connection = Connection()
+
+        with pytest.raises(OSError, match="down"):
+            async with live_engine(connection, Broken):
+                pass
+
+        assert connection.life == ["start", "stop"]
+
+    asyncio.run(story())
+
+
+def test_a_start_that_is_cancelled_stops_what_was_started() -> None:
+    class Slow(Connection):
+        async def start(self) -> None:
+            await asyncio.Event().wait()
+
+    async def story() -> None:
+        connection = Connection()
+        starting = asyncio.create_task(live_engine(connection, Slow).start())
+        await until(lambda: connection.life)
+
+        starting.cancel()
+        await asyncio.wait([starting])
+
+        assert starting.cancelled()
+        assert connection.life == ["start", "stop"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "publish", "request"])
+def test_a_stop_lets_messages_end_before_it_stops_their_handler(verb: str) -> None:
+    async def story() -> None:
+        connection = Connection()
+        engine = live_engine(connection)
+        running = asyncio.create_task(getattr(engine, verb)(TOPIC, Envelope("hang")))
+        await until(lambda: "begin" in connection.life)
+
+        stopping = asyncio.create_task(engine.stop(5))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        connection.gate.set()
+        await asyncio.gather(running, stopping)
+
+        assert connection.life == ["start", "begin", "end", "stop"]
+
+    asyncio.run(story())
+
+
+def test_outputs_of_messages_that_run_while_it_stops_are_delivered() -> None:
+    async def story() -> None:
+        seen: list[str] = []
+        gate = asyncio.Event()
+        engine = DispatchEngine()
+
+        @engine.dispatcher("a", topics=[TOPIC, "dev.next.events"], category=EVENT)
+        async def handle(envelope: Envelope[Any]) -> str | None:
+            seen.append(envelope.topic)
+            await gate.wait()
+            return "dev.next.events" if envelope.topic == TOPIC else None
+
+        engine.freeze()
+        running = asyncio.create_task(engine.dispatch(TOPIC, Envelope(1)))
+        await until(lambda: seen)
+        stopping = asyncio.create_task(engine.stop(5))
+        await asyncio.sleep(0)
+        gate.set()
+        await asyncio.gather(running, stopping)
+
+        assert seen == [TOPIC, "dev.next.events"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "publish", "request"])
+def test_a_handler_that_hangs_holds_up_a_stop_no_longer_than_allowed(verb: str) -> None:
+    async def story() -> None:
+        connection = Connection()
+        engine = live_engine(connection)
+        running = asyncio.create_task(getattr(engine, verb)(TOPIC, Envelope("hang")))
+        await until(lambda: "begin" in connection.life)
+
+        await asyncio.wait_for(engine.stop(0.01), 5)
+
+        assert connection.life == ["start", "begin", "stop"]
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(story())
+
+
+def test_a_stop_that_is_cancelled_stops_at_once_and_for_all() -> None:
+    async def story() -> None:
+        connection = Connection()
+        engine = live_engine(connection)
+        ended: list[DispatchResult] = []
+        engine._publishing()._on_result = ended.append
+        await engine.publish(TOPIC, Envelope("hang"))
+        await until(lambda: "begin" in connection.life)
+        listener = engine.subscribe("**")
+
+        stopping = asyncio.create_task(engine.stop(3_600))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        async with engine:
+            again = await engine.publish(TOPIC, Envelope("hello"))
+            await engine.drain()
+
+        assert stopping.cancelled()
+        assert [result.error_code for result in ended] == [ErrorCode.SHUT_DOWN, None]
+        assert [envelope async for envelope in listener] == []
+        assert again.status is DispatchStatus.ROUTED
+        assert connection.life == ["start", "begin", "stop", "start", "begin", "end", "stop"]
+
+    asyncio.run(asyncio.wait_for(story(), 5))
+
+
+def test_a_block_that_is_cancelled_leaves_a_stopped_engine() -> None:
+    async def story() -> None:
+        connection = Connection()
+
+        async def serve() -> None:
+            async with live_engine(connection):
+                await asyncio.Event().wait()
+
+        serving = asyncio.create_task(serve())
+        await until(lambda: connection.life)
+        await asyncio.sleep(0)
+        serving.cancel()
+        await asyncio.wait([serving])
+
+        assert serving.cancelled()
+        assert connection.life == ["start", "stop"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "publish"])
+def test_a_handler_may_stop_the_engine_it_runs_in(verb: str) -> None:
+    async def story() -> None:
+        stopped: list[int] = []
+
+        class Last:
+            async def handle(self, envelope: Envelope[Any]) -> None:
+                await engine.stop(0.01)
+
+            async def stop(self) -> None:
+                stopped.append(1)
+
+        engine = live_engine(Last)
+        await getattr(engine, verb)(TOPIC, Envelope("good night"))
+        await until(lambda: stopped)
+        await until(lambda: engine.get_structured_metrics().total_dispatches)
+
+        assert (await engine.publish(TOPIC, Envelope(1))).error_code is ErrorCode.SHUT_DOWN
+
+    asyncio.run(asyncio.wait_for(story(), 5))
+
+
+def test_iterators_end_when_the_engine_stops_and_nobody_subscribes_until_it_starts() -> None:
+    async def story() -> None:
+        engine = live_engine(quiet)
+        listener = engine.subscribe("**")
+        reading = asyncio.create_task(anext(listener, "the end"))
+        await engine.publish(TOPIC, Envelope(1))
+        first = await reading
+        reading = asyncio.create_task(anext(listener, "the end"))
+        await asyncio.sleep(0)
+
+        await engine.stop()
+
+        assert isinstance(first, Envelope)
+        assert await reading == "the end"
+        with pytest.raises(InvalidState, match="stopped"):
+            engine.subscribe("**")
+        await engine.start()
+        engine.subscribe("**").unsubscribe()
+        await engine.stop()
+
+    asyncio.run(asyncio.wait_for(story(), 5))
+
+
+def test_one_who_gives_up_draining_changes_nothing() -> None:
+    async def story() -> None:
+        connection = Connection()
+        engine = live_engine(connection)
+        await engine.publish(TOPIC, Envelope("hang"))
+        draining = asyncio.create_task(engine.drain())
+        await until(lambda: "begin" in connection.life)
+
+        draining.cancel()
+        await asyncio.wait([draining])
+        connection.gate.set()
+        await engine.drain()
+
+        assert draining.cancelled()
+        assert connection.life == ["start", "begin", "end"]
+
+    asyncio.run(asyncio.wait_for(story(), 5))
+
+
+def test_what_needs_a_frozen_engine_says_so() -> None:
+    async def story() -> None:
+        engine = DispatchEngine()
+
+        for verb in (engine.start, engine.stop, engine.drain):
+            with pytest.raises(InvalidState, match="freeze"):
+                await verb()
+        with pytest.raises(InvalidState, match="freeze"):
+            _ = engine.queue_counts
+
+    asyncio.run(story())
+
+
+def test_middleware_and_filters_must_be_callable_and_middleware_comes_before_the_freeze() -> None:
+    engine, wrong = make_engine(quiet), 7
+    anything: Any = wrong
+
+    with pytest.raises(InvalidParameter, match="middleware"):
+        engine.add_middleware(anything)
+    with pytest.raises(InvalidParameter, match="filter"):
+        engine.add_filter(anything)
+    with pytest.raises(InvalidState, match="frozen"):
+        engine.add_middleware(lambda envelope, following: following(envelope))
+    engine.add_filter(lambda envelope: True)

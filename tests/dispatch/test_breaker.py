@@ -292,6 +292,100 @@ def test_threads_that_hammer_it_never_break_it(time: FakeTime) -> None:
     assert CircuitState.HALF_OPEN in states
 
 
+# Told by somebody who sees more
+
+
+def test_it_opens_for_as_long_as_it_is_told(time: FakeTime) -> None:
+    breaker = make_breaker(time, threshold=5, pause=60)
+
+    breaker.open_for(90)
+    time.advance(89.9)
+    early = breaker.admit()
+    time.advance(0.2)
+
+    assert early is None
+    assert breaker.state is CircuitState.HALF_OPEN
+    assert breaker.admit() is not None
+
+
+def test_told_to_open_for_a_shorter_time_it_tries_again_earlier(time: FakeTime) -> None:
+    breaker = open_breaker(time)
+
+    breaker.open_for(10)
+    time.advance(10)
+
+    assert breaker.state is CircuitState.HALF_OPEN
+
+
+def test_told_to_open_for_no_time_at_all_it_tries_at_once(time: FakeTime) -> None:
+    breaker = make_breaker(time)
+
+    breaker.open_for(0)
+
+    assert breaker.state is CircuitState.HALF_OPEN
+    assert breaker.admit() is not None
+    assert breaker.admit() is None
+
+
+def test_after_a_bad_trial_the_pause_is_its_own_again(time: FakeTime) -> None:
+    breaker = make_breaker(time, pause=60)
+    breaker.open_for(10)
+    time.advance(10)
+
+    breaker.failed(admitted(breaker))
+    time.advance(59)
+    early = breaker.state
+    time.advance(1)
+
+    assert early is CircuitState.OPEN
+    assert breaker.state is CircuitState.HALF_OPEN
+
+
+def test_told_to_close_it_forgets_what_it_has_counted(time: FakeTime) -> None:
+    breaker = open_breaker(time)
+
+    breaker.close()
+
+    assert breaker.state is CircuitState.CLOSED
+    assert breaker.failures == 0
+    assert breaker.admit() is not None
+
+
+def test_told_to_close_while_closed_it_goes_on_counting(time: FakeTime) -> None:
+    breaker = make_breaker(time, threshold=2)
+    breaker.failed(admitted(breaker))
+
+    breaker.close()
+    breaker.failed(admitted(breaker))
+
+    assert breaker.state is CircuitState.OPEN
+
+
+@pytest.mark.parametrize("word", ["open_for", "close"])
+def test_a_report_from_before_the_word_changes_nothing(time: FakeTime, word: str) -> None:
+    breaker = open_breaker(time)
+    time.advance(60)
+    trial = admitted(breaker)
+
+    breaker.open_for(60) if word == "open_for" else breaker.close()
+    state = breaker.state
+    breaker.failed(trial)
+    breaker.succeeded(trial)
+
+    assert breaker.state is state
+    assert breaker.failures == 0
+
+
+def test_told_changes_are_announced_once(time: FakeTime) -> None:
+    seen: list[CircuitState] = []
+    breaker = CircuitBreaker(BreakerSettings(), now=time, on_change=seen.append)
+
+    for word in (breaker.close, lambda: breaker.open_for(5), lambda: breaker.open_for(7), breaker.close):
+        word()
+
+    assert seen == [CircuitState.OPEN, CircuitState.CLOSED]
+
+
 class Model:
     """The breaker as one would tell it: a state, its permits, and no thought of threads."""
 

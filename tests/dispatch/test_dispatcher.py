@@ -1,17 +1,19 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from pydantic import BaseModel, field_validator
 
 from raydispatch.dispatch.breaker import CircuitState
 from raydispatch.dispatch.dispatcher import Dispatcher, DispatcherSpec
-from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Outcome
-from raydispatch.errors import ErrorCode
+from raydispatch.dispatch.endpoints import EndpointState
+from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Outcome, Reply
+from raydispatch.errors import EndpointLost, ErrorCode
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.topic import MessageCategory
 from raydispatch.settings import BreakerSettings, RetrySettings
@@ -341,3 +343,264 @@ def test_a_slow_sync_handler_is_warned_of(caplog: pytest.LogCaptureFixture) -> N
         process(Dispatcher(spec, slow_sync_handler_seconds=-1.0))
 
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+# Outputs
+
+
+class Outbox:
+    """Takes outputs as long as it has room."""
+
+    def __init__(self, room: int = 10) -> None:
+        self.taken: list[Envelope[Any]] = []
+        self._room = room
+
+    async def accept(self, outputs: Sequence[Envelope[Any]]) -> bool:
+        await asyncio.sleep(0)
+        if len(outputs) > self._room:
+            return False
+        self.taken += outputs
+        return True
+
+
+def publishing(returned: Any, outbox: Outbox, **options: Any) -> Dispatcher:
+    async def handle(envelope: Envelope[Any]) -> Any:
+        return returned
+
+    spec = DispatcherSpec("billing", handle, MessageCategory.EVENT, retry=ONCE)
+    return Dispatcher(spec, clock=FakeClock(), publish=outbox.accept, **options)
+
+
+def test_outputs_go_to_the_outbox_and_their_topics_into_the_outcome() -> None:
+    outbox = Outbox()
+
+    outcome = process(publishing(["a.events", Reply(7), Envelope(1, topic="b.events")], outbox))
+
+    assert outcome[:5] == ("billing", DispatchStatus.SUCCESS, "route", ("a.events", "b.events"), 1)
+    assert outcome.reply == Reply(7)
+    assert [envelope.topic for envelope in outbox.taken] == ["a.events", "b.events"]
+
+
+@pytest.mark.parametrize("returned", [None, [], Reply(7)])
+def test_without_outputs_the_outbox_is_not_asked(returned: Any) -> None:
+    assert process(publishing(returned, Outbox(room=-1))).status is DispatchStatus.SUCCESS
+
+
+def test_without_room_publishing_has_failed_and_the_handler_has_not() -> None:
+    dispatcher = publishing(["a.events", Reply(7)], Outbox(room=0))
+
+    outcome = process(dispatcher)
+
+    assert (outcome.status, outcome.error_code) == (DispatchStatus.PUBLISH_FAILED, ErrorCode.OUTBOX_FULL)
+    assert (outcome.outputs, outcome.reply, outcome.attempts) == (("a.events",), Reply(7), 1)
+    assert dispatcher.breaker is not None
+    assert dispatcher.breaker.failures == 0
+
+
+@pytest.mark.parametrize(("hops", "status"), [(2, DispatchStatus.SUCCESS), (3, DispatchStatus.PUBLISH_FAILED)])
+def test_a_chain_is_no_longer_than_allowed(hops: int, status: DispatchStatus) -> None:
+    outbox = Outbox()
+    dispatcher = publishing(["a.events", "b.events"], outbox, max_hops=3)
+
+    outcome = asyncio.run(dispatcher.process(Envelope("hello", hops=hops)))
+
+    assert outcome.status is status
+    assert outcome.error_code is (ErrorCode.HOP_LIMIT if status.is_error() else None)
+    assert len(outbox.taken) == (0 if status.is_error() else 2)
+
+
+def test_a_message_that_goes_on_is_the_one_the_handler_saw_checked_and_all() -> None:
+    async def handle(envelope: Envelope[int]) -> str:
+        return "a.events"
+
+    outbox = Outbox()
+    spec = DispatcherSpec("billing", handle, MessageCategory.EVENT)
+    process(Dispatcher(spec, publish=outbox.accept), "7")
+
+    assert outbox.taken[0].payload == 7
+
+
+def test_dispatchers_of_one_id_and_different_origin_make_different_ids() -> None:
+    outbox, envelope = Outbox(), Envelope("hello")
+
+    for origin in (None, "session job-1/billing", None):
+        asyncio.run(publishing("a.events", outbox, origin=origin).process(envelope))
+
+    first, in_session, again = (sent.message_id for sent in outbox.taken)
+    assert first == again != in_session
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "outputs"),
+    [
+        ("a.events", DispatchStatus.SUCCESS, ("a.events",)),
+        (None, DispatchStatus.SUCCESS, ()),
+        (7, DispatchStatus.DISPATCHER_ERROR, ()),
+        (result_of(DispatchStatus.SKIPPED), DispatchStatus.SKIPPED, ()),
+        (result_of(DispatchStatus.SUCCESS, ("b.events",)), DispatchStatus.SUCCESS, ("b.events",)),
+    ],
+)
+def test_an_answer_in_the_handlers_place_is_read_like_the_handlers(
+    answer: Any, status: DispatchStatus, outputs: tuple[str, ...]
+) -> None:
+    outbox = Outbox()
+
+    outcome = asyncio.run(publishing("never.events", outbox).read(answer, Envelope("hello")))
+
+    assert (outcome.status, outcome.outputs, outcome.attempts) == (status, outputs, 0)
+    assert tuple(envelope.topic for envelope in outbox.taken) == outputs
+
+
+# Endpoints
+
+
+def test_each_replica_is_built_for_itself() -> None:
+    built: list[object] = []
+
+    class Connected:
+        def __init__(self) -> None:
+            built.append(self)
+
+        async def handle(self, envelope: Envelope[Any]) -> None: ...
+
+    dispatcher = make_dispatcher(Connected, replicas=3)
+    asyncio.run(dispatcher.start())
+
+    assert [endpoint.endpoint_id for endpoint in dispatcher.endpoints.all()] == ["billing-1", "billing-2", "billing-3"]
+    assert len(built) == 3
+
+
+def test_a_lost_endpoint_uses_up_no_try() -> None:
+    calls: list[int] = []
+
+    async def handle(envelope: Envelope[Any]) -> str:
+        calls.append(envelope.attempt)
+        if len(calls) < 3:
+            raise EndpointLost
+        return "next.events"
+
+    dispatcher = make_dispatcher(handle, replicas=3, retry=ONCE)
+    outcome = process(dispatcher)
+
+    assert (outcome.status, outcome.attempts, calls) == (DispatchStatus.SUCCESS, 1, [1, 1, 1])
+    states = sorted(info.state for info in dispatcher.endpoints.find())
+    assert states == [EndpointState.HEALTHY, EndpointState.QUARANTINED, EndpointState.QUARANTINED]
+
+
+def test_all_endpoints_lost_is_a_failure_that_is_tried_again() -> None:
+    clock = FakeClock()
+
+    outcome = process(make_dispatcher(raising(EndpointLost()), clock, retry=RetrySettings(tries=2)))
+
+    assert (outcome.status, outcome.attempts) == (DispatchStatus.DISPATCHER_ERROR, 2)
+    assert outcome.error_code is ErrorCode.NO_HEALTHY_ENDPOINT
+    assert len(clock.sleeps) == 1
+
+
+def test_a_lost_endpoint_is_asked_again_after_the_health_interval() -> None:
+    clock, lost = FakeClock(), [EndpointLost()]
+
+    async def handle(envelope: Envelope[Any]) -> None:
+        if lost:
+            raise lost.pop()
+
+    dispatcher = make_dispatcher(handle, clock, retry=ONCE)
+    first, too_soon = process(dispatcher), process(dispatcher)
+    clock.seconds += 5
+    later = process(dispatcher)
+
+    assert first.error_code is too_soon.error_code is ErrorCode.NO_HEALTHY_ENDPOINT
+    assert later.status is DispatchStatus.SUCCESS
+
+
+def test_it_is_idle_when_its_last_call_has_ended() -> None:
+    async def story() -> None:
+        gate, begun = asyncio.Event(), asyncio.Event()
+
+        async def handle(envelope: Envelope[Any]) -> None:
+            begun.set()
+            await gate.wait()
+
+        dispatcher = make_dispatcher(handle, replicas=2)
+        await dispatcher.idle()
+        running = asyncio.create_task(dispatcher.process(Envelope("hello")))
+        await begun.wait()
+        idle = asyncio.create_task(dispatcher.idle())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        busy = not idle.done()
+        gate.set()
+        await idle
+
+        assert busy
+        assert (await running).status is DispatchStatus.SUCCESS
+
+    asyncio.run(asyncio.wait_for(story(), 5))
+
+
+def test_a_replica_that_fails_to_stop_does_not_keep_the_others_from_stopping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stopped: list[int] = []
+
+    class Connected:
+        def handle(self, envelope: Envelope[Any]) -> None: ...
+
+        def stop(self) -> None:
+            stopped.append(1)
+            if len(stopped) == 1:
+                raise OSError("password=hunter2")
+
+    async def story() -> None:
+        dispatcher = make_dispatcher(Connected, replicas=3)
+        await dispatcher.start()
+        await dispatcher.stop()
+
+    asyncio.run(story())
+
+    assert len(stopped) == 3
+    assert [record.__dict__["error"] for record in caplog.records] == ["OSError: password=[REDACTED]"]
+
+
+# What nobody cancelled
+
+
+@pytest.mark.parametrize("limit", [None, 60.0])
+@pytest.mark.parametrize("where", ["handle", "start"])
+def test_waiting_for_something_cancelled_is_a_failure_like_any_other(where: str, limit: float | None) -> None:
+    async def careless() -> None:
+        lost = asyncio.ensure_future(asyncio.Event().wait())
+        lost.cancel()
+        await lost
+
+    class Careless:
+        async def start(self) -> None:
+            if where == "start":
+                await careless()
+
+        async def handle(self, envelope: Envelope[Any]) -> None:
+            await careless()
+
+    outcome = process(make_dispatcher(Careless, retry=RetrySettings(tries=2), time_limit_seconds=limit))
+
+    assert (outcome.status, outcome.attempts) == (DispatchStatus.DISPATCHER_ERROR, 2)
+    assert outcome.error_type == "CancelledError"
+
+
+class Fussy(BaseModel):
+    password: str
+
+    @field_validator("password")
+    @classmethod
+    def look_up(cls, value: str) -> str:
+        raise KeyError(value)
+
+
+def test_a_validator_that_breaks_is_the_messages_end_and_shows_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def handle(envelope: Envelope[Fussy]) -> None: ...
+
+    outcome = process(make_dispatcher(handle), {"password": "hunter2"})
+
+    assert (outcome.status, outcome.error_code) == (DispatchStatus.INVALID_MESSAGE, ErrorCode.PAYLOAD_INVALID)
+    assert (outcome.error_type, outcome.error_message) == ("KeyError", "its payload could not be checked: KeyError")
+    assert "hunter2" not in str([record.__dict__ for record in caplog.records])

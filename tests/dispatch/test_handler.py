@@ -226,3 +226,22 @@ def test_a_thread_sees_the_context_of_its_task() -> None:
         return await run_in_thread(variable.get)
 
     assert asyncio.run(run()) == "seen"
+
+
+def test_a_model_of_another_class_is_taken_by_its_fields() -> None:
+    class Wanted(BaseModel):
+        number: int
+
+    class Given(BaseModel):
+        number: int
+
+    class Unlike(BaseModel):
+        name: str
+
+    async def handle(envelope: Envelope[Wanted]) -> None: ...
+
+    handler = Handler(handle)
+
+    assert handler.checked(Envelope(Given(number=7))).payload == Wanted(number=7)
+    with pytest.raises(PayloadMisfit):
+        handler.checked(Envelope(Unlike(name="x")))

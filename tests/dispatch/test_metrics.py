@@ -1,4 +1,9 @@
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raydispatch.dispatch.metrics import LATENCY_BUCKETS_MS, DispatchMetrics, MetricsRecorder, bucket_labels
 from raydispatch.dispatch.outcome import DispatchStatus, Outcome
@@ -67,3 +72,118 @@ def test_a_snapshot_does_not_change_afterwards() -> None:
 
     assert before == DispatchMetrics(latency=before.latency, routing=before.routing)
     assert before.total_dispatches == 0
+
+
+# Counting in several places, and adding up
+
+
+def test_an_outcome_alone_is_counted_for_its_dispatcher_and_is_no_dispatch() -> None:
+    recorder = MetricsRecorder()
+
+    recorder.record_outcome(Outcome("a", DispatchStatus.SUCCESS, attempts=1, duration_ms=3.0))
+    recorder.record_outcome(Outcome("a", DispatchStatus.CIRCUIT_OPEN, error_message="open"))
+
+    metrics = recorder.snapshot()
+    part = metrics.dispatcher_metrics["a"]
+    assert (metrics.total_dispatches, metrics.statuses, metrics.topic_metrics) == (0, {}, {})
+    assert part.statuses == {DispatchStatus.SUCCESS: 1, DispatchStatus.CIRCUIT_OPEN: 1}
+    assert (part.execution_count, part.refused_count, part.latency.count) == (1, 1, 1)
+    assert part.last_error_message == "open"
+
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+outcomes = st.tuples(
+    st.sampled_from(["a", "b", "c"]),
+    st.sampled_from(DispatchStatus),
+    st.integers(0, 3),
+    st.integers(0, 20_000).map(float),
+    st.sampled_from([None, "down", "lost"]),
+).map(lambda o: Outcome(o[0], o[1], attempts=o[2], duration_ms=o[3], error_message=o[4]))
+dispatches = st.tuples(
+    st.sampled_from([None, "t1", "t2", "t3"]),
+    st.sampled_from([None, *MessageCategory]),
+    st.sampled_from(DispatchStatus),
+    st.integers(0, 20_000).map(float),
+    st.integers(0, 5).map(float),
+    st.lists(outcomes, max_size=3),
+)
+
+
+def without_last_error(metrics: DispatchMetrics) -> dict[str, Any]:
+    """The last one of several places is not known: their clocks say when something ran, not when it failed."""
+    return metrics.model_dump(exclude={"dispatcher_metrics": {"__all__": {"last_error_message"}}})
+
+
+@given(parts=st.lists(st.lists(dispatches, max_size=6), max_size=4))
+def test_adding_up_what_several_have_counted_is_as_if_one_had_counted_it_all(parts: list[list[Any]]) -> None:
+    alone, total = MetricsRecorder(), MetricsRecorder()
+    at = START
+    for part in parts:
+        one = MetricsRecorder()
+        for dispatch in part:
+            at += timedelta(seconds=1)
+            for recorder in (one, alone):
+                recorder.record(*dispatch, at=at)
+        total.add(one.snapshot())
+
+    found, wanted = total.snapshot(), alone.snapshot()
+
+    assert without_last_error(found) == without_last_error(wanted)
+    for name, dispatcher in wanted.dispatcher_metrics.items():
+        known = found.dispatcher_metrics[name].last_error_message
+        assert (known is None) == (dispatcher.last_error_message is None)
+
+
+@given(parts=st.lists(st.lists(dispatches, max_size=4), min_size=2, max_size=4), data=st.data())
+def test_the_order_of_adding_changes_no_count(parts: list[list[Any]], data: st.DataObject) -> None:
+    snapshots = []
+    for number, part in enumerate(parts):
+        recorder = MetricsRecorder()
+        for dispatch in part:
+            recorder.record(*dispatch, at=START + timedelta(seconds=number))
+        snapshots.append(recorder.snapshot())
+    there, back = MetricsRecorder(), MetricsRecorder()
+
+    for snapshot in snapshots:
+        there.add(snapshot)
+    for snapshot in data.draw(st.permutations(snapshots)):
+        back.add(snapshot)
+
+    assert without_last_error(there.snapshot()) == without_last_error(back.snapshot())
+
+
+def test_of_two_last_errors_the_one_who_ran_later_has_the_word() -> None:
+    early, late, total = MetricsRecorder(), MetricsRecorder(), MetricsRecorder()
+    for recorder, error, seconds in ((early, "early", 1), (late, "late", 2)):
+        outcome = Outcome("a", DispatchStatus.DISPATCHER_ERROR, attempts=1, error_message=error)
+        recorder.record("t", EVENT, outcome.status, 1.0, 0.1, [outcome], START + timedelta(seconds=seconds))
+
+    total.add(late.snapshot())
+    total.add(early.snapshot())
+
+    part = total.snapshot().dispatcher_metrics["a"]
+    assert (part.last_error_message, part.last_execution_at) == ("late", START + timedelta(seconds=2))
+
+
+def test_adding_up_keeps_to_the_limit_of_topics() -> None:
+    total = MetricsRecorder(most_topics=2)
+
+    for topics in (["a", "b"], ["b", "c"], ["d"]):
+        recorder = MetricsRecorder()
+        for topic in topics:
+            recorder.record(topic, EVENT, DispatchStatus.SUCCESS, 1.0, 0.1, ())
+        total.add(recorder.snapshot())
+
+    assert total.snapshot().topic_metrics == {"a": 1, "b": 2, "(other)": 2}
+
+
+def test_adding_leaves_what_was_added_as_it_was() -> None:
+    before = DispatchMetrics().record_dispatch(duration_ms=4.0, success=True, dispatcher_id="a", topic="t")
+    copy = before.model_copy(deep=True)
+
+    total = MetricsRecorder(before)
+    total.add(before)
+
+    assert before == copy
+    assert total.snapshot().total_dispatches == 2

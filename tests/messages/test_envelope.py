@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 
 from raydispatch.errors import DispatchError, InvalidParameter
-from raydispatch.messages.envelope import MAX_ID_LENGTH, Envelope
+from raydispatch.messages.envelope import MAX_ID_LENGTH, SESSION_HEADER, Envelope
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -177,3 +177,87 @@ def test_headers_are_still_read_only_after_pickling() -> None:
 def test_what_is_not_of_its_type_is_refused_at_birth(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidParameter):
         Envelope({}, **wrong)
+
+
+# Messages that cause messages
+
+
+def test_a_follow_up_is_a_new_message_of_the_same_conversation() -> None:
+    cause = full_envelope().in_session("job-1")
+
+    follow_up = cause.follow_up({"invoice": 1}, "dev.invoice.events.v1", "InvoiceMade")
+
+    assert (follow_up.payload, follow_up.topic, follow_up.message_type) == (
+        {"invoice": 1}, "dev.invoice.events.v1", "InvoiceMade",
+    )  # fmt: skip
+    assert follow_up.message_id not in (cause.message_id, cause.correlation_id)
+    assert (follow_up.correlation_id, follow_up.causation_id) == (cause.correlation_id, cause.message_id)
+    assert (follow_up.key, follow_up.traceparent, follow_up.headers) == (cause.key, TRACEPARENT, cause.headers)
+    assert (follow_up.attempt, follow_up.hops, follow_up.session_id) == (1, cause.hops + 1, "job-1")
+
+
+def test_a_follow_up_is_named_after_its_payload_if_nothing_else_is_said() -> None:
+    assert full_envelope().follow_up(OrderPlaced(), "a.events").message_type == "OrderPlaced"
+
+
+def test_a_message_that_is_sent_on_keeps_what_it_says_and_gets_the_id_it_is_given() -> None:
+    cause = full_envelope()
+
+    sent = cause.sent_on("a.events", UUID(int=9))
+
+    assert sent == dataclasses.replace(
+        cause, topic="a.events", message_id=UUID(int=9), causation_id=cause.message_id, attempt=1, hops=cause.hops + 1
+    )
+
+
+def test_a_message_is_caused_by_another_and_stays_in_its_session() -> None:
+    cause, made = full_envelope().in_session("job-1"), Envelope("p", topic="a.events", headers={"tenant": "b"})
+
+    caused = made.caused_by(cause)
+
+    assert caused == dataclasses.replace(
+        made,
+        causation_id=cause.message_id,
+        hops=cause.hops + 1,
+        headers={"tenant": "b", SESSION_HEADER: "job-1"},
+    )
+
+
+def test_a_cause_a_session_and_a_longer_way_of_its_own_stay() -> None:
+    made = Envelope("p", causation_id=UUID(int=5), hops=9).in_session("job-2")
+
+    caused = made.caused_by(full_envelope().in_session("job-1"))
+
+    assert caused == made
+
+
+def test_a_session_is_a_header_beside_the_others() -> None:
+    envelope = full_envelope()
+
+    inside = envelope.in_session("job-1")
+
+    assert (envelope.session_id, inside.session_id) == (None, "job-1")
+    assert inside.headers == {"tenant": "a", SESSION_HEADER: "job-1"}
+    assert inside.in_session("job-2").session_id == "job-2"
+    assert pickle.loads(pickle.dumps(inside)).session_id == "job-1"
+
+
+def test_an_envelope_can_be_made_with_its_type_spelt_out() -> None:
+    envelope = Envelope[int](7)
+
+    assert (envelope.payload, envelope.message_type) == (7, "int")
+
+
+@pytest.mark.parametrize("name", ["payload", "topic", "no_field_at_all"])
+def test_nothing_changes_after_birth(name: str) -> None:
+    envelope = Envelope(7)
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(envelope, name, 8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        delattr(envelope, name)
+
+
+def test_envelopes_have_no_subclasses() -> None:
+    with pytest.raises(TypeError, match="no subclasses"):
+        type("Special", (Envelope,), {})

@@ -1,44 +1,51 @@
-"""The engine: register, freeze, dispatch."""
+"""The engine: register, freeze, send. Each concern is a file beside this one; here they are joined."""
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
-from datetime import UTC, datetime
-from itertools import groupby
-from time import perf_counter
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+from uuid import UUID
 
-from raydispatch.delivery.dead_letters import FINAL_FAILURES, DeadLetter, DeadLetters
+from raydispatch.bus.announcements import COMMAND_RESULT, COMMAND_STARTED, CommandResult, CommandStarted
+from raydispatch.bus.filters import Filter
+from raydispatch.bus.freezing import checked_table
+from raydispatch.bus.intake import delivering
+from raydispatch.bus.publishing import OnPressure, OnResult, Publisher
+from raydispatch.bus.pubsub import OnMissed, Subscription, Subscriptions
+from raydispatch.bus.registering import Registering
+from raydispatch.bus.replicas import EndpointRegistry
+from raydispatch.bus.requesting import Requester
+from raydispatch.bus.sending import Fault, Sender, SenderParts
+from raydispatch.bus.session import Session
+from raydispatch.delivery.backpressure import QueueCounts
+from raydispatch.delivery.dead_letters import DeadLetters
 from raydispatch.dispatch.breaker import CircuitState
-from raydispatch.dispatch.clock import Clock
-from raydispatch.dispatch.dispatcher import Dispatcher
-from raydispatch.dispatch.handler import HandlerSource
+from raydispatch.dispatch.clock import Clock, SystemClock
+from raydispatch.dispatch.dispatcher import Dispatcher, DispatcherSpec
 from raydispatch.dispatch.metrics import DispatcherMetrics, DispatchMetrics, MetricsRecorder
-from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Outcome, combined_error, worst_status
-from raydispatch.dispatch.registry import DispatcherRegistry, Registry, check_id, make_spec
-from raydispatch.dispatch.sanitize import describe_exception
-from raydispatch.errors import ErrorCode, InvalidParameter, InvalidState, InvalidTable, NotRegistered
+from raydispatch.dispatch.middleware import Middleware
+from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Receipt, Reply
+from raydispatch.dispatch.registry import DispatcherRegistry, Registry, check_id
+from raydispatch.errors import DuplicateRegistration, ErrorCode, InvalidParameter, InvalidState, NotRegistered
 from raydispatch.messages.envelope import Envelope
-from raydispatch.messages.ids import new_id
-from raydispatch.messages.topic import MessageCategory, category_of, topic_fault
+from raydispatch.messages.topic import MessageCategory, category_of
 from raydispatch.routing.explain import Explanation, explain
-from raydispatch.routing.lint import Finding, command_overlaps, lint
+from raydispatch.routing.lint import Finding, lint
 from raydispatch.routing.route import DispatchRoute
-from raydispatch.routing.table import DispatcherTypes, RouteTable
-from raydispatch.settings import BreakerSettings, EngineSettings, RetrySettings
-
-HandlerT = TypeVar("HandlerT", bound=HandlerSource)
+from raydispatch.routing.table import RouteTable
+from raydispatch.settings import EngineSettings
 
 # Quiet unless the program sets up logging: results carry the same facts.
 logging.getLogger("raydispatch").addHandler(logging.NullHandler())
 
-_DEFAULT_BREAKER = BreakerSettings()
-_DEFAULT_RETRY = RetrySettings()
 
+class DispatchEngine(Registering):
+    """Routes messages to dispatchers, in this process. Register in one thread; after `freeze()`, send from many.
 
-class DispatchEngine:
-    """Routes messages to dispatchers, in this process. Register in one thread; after `freeze()`, dispatch from many.
+    `on_result` gets the result of every message that nobody waits for (published ones, and outputs of handlers);
+    `on_pressure` is told when the queue of published messages passes its marks.
 
     Example: see `examples/01_first_dispatch.py`.
     """
@@ -51,141 +58,101 @@ class DispatchEngine:
         registry: Registry | None = None,
         logger: logging.Logger | None = None,
         clock: Clock | None = None,
+        on_result: OnResult | None = None,
+        on_pressure: OnPressure | None = None,
     ) -> None:
         check_id("name", name)
         self.name = name
         self.settings = settings or EngineSettings()
+        self.registry = registry if registry is not None else DispatcherRegistry()
         self.dead_letters = DeadLetters(self.settings.dead_letters)
-        self._registry = registry if registry is not None else DispatcherRegistry()
-        self._log = logger or logging.getLogger("raydispatch")
-        self._clock = clock
+        self.logger = logger or logging.getLogger("raydispatch")
+        self.clock = clock or SystemClock()
+        self.on_result = on_result
+        self.on_pressure = on_pressure
         self._lock = threading.Lock()
-        self._table: RouteTable | None = None
-        self._version = ""
-        self._dispatchers: dict[str, Dispatcher] = {}
+        self._middleware: list[Middleware] = []
+        self._filters: list[Filter] = []
         self._metrics = MetricsRecorder(most_topics=self.settings.metric_topics)
+        self._subscriptions = Subscriptions()
+        self._requester = Requester(self.settings.request_timeout_seconds, self.logger)
+        self._sender: Sender | None = None
+        self._publisher: Publisher | None = None
+        self._health: asyncio.Task[None] | None = None
 
     # Registering
 
-    def register_route(self, route: DispatchRoute) -> None:
-        """Add a route; its dispatcher may come later."""
-        if not isinstance(route, DispatchRoute):
-            raise InvalidParameter(f"register_route takes a DispatchRoute, not {type(route).__name__}.")
+    def add_middleware(self, middleware: Middleware) -> None:
+        """Run this around every dispatcher, for every message; the first added is the outermost."""
+        if not callable(middleware):
+            raise InvalidParameter(f"A middleware must be callable as (envelope, next); {middleware!r} is not.")
         with self._lock:
             self._check_open()
-            self._registry.add_route(route)
+            self._middleware.append(middleware)
 
-    def register_dispatcher(
-        self,
-        dispatcher_id: str,
-        dispatcher: HandlerSource,
-        category: MessageCategory,
-        message_types: Collection[str] | None = None,
-        *,
-        breaker: BreakerSettings | None = _DEFAULT_BREAKER,
-        retry: RetrySettings | None = _DEFAULT_RETRY,
-        time_limit_seconds: float | None = None,
-        node_kind: str | None = None,
-    ) -> None:
-        """Add a dispatcher: a function of one envelope (sync or async), or a class or object with `handle`."""
-        spec = make_spec(
-            dispatcher_id,
-            dispatcher,
-            category,
-            message_types,
-            breaker=breaker,
-            retry=retry,
-            time_limit_seconds=time_limit_seconds,
-            node_kind=node_kind,
-        )
-        with self._lock:
-            self._check_open()
-            self._registry.add_dispatcher(spec)
-
-    def dispatcher(
-        self,
-        dispatcher_id: str,
-        *,
-        topics: str | Sequence[str],
-        category: MessageCategory,
-        message_types: Collection[str] | None = None,
-        priority: int = 0,
-        breaker: BreakerSettings | None = _DEFAULT_BREAKER,
-        retry: RetrySettings | None = _DEFAULT_RETRY,
-        time_limit_seconds: float | None = None,
-    ) -> Callable[[HandlerT], HandlerT]:
-        """Register the function or class below, with one route for each pattern in `topics`."""
-        check_id("dispatcher_id", dispatcher_id)
-        patterns = [topics] if isinstance(topics, str) else list(topics)
-        routes = [
-            DispatchRoute(
-                route_id=dispatcher_id if len(patterns) == 1 else f"{dispatcher_id}-{number}",
-                topic_pattern=pattern,
-                message_category=category,
-                dispatcher_id=dispatcher_id,
-                priority=priority,
-            )
-            for number, pattern in enumerate(patterns, start=1)
-        ]
-
-        def register(handler: HandlerT) -> HandlerT:
-            self.register_dispatcher(
-                dispatcher_id,
-                handler,
-                category,
-                message_types,
-                breaker=breaker,
-                retry=retry,
-                time_limit_seconds=time_limit_seconds,
-            )
-            for route in routes:
-                self.register_route(route)
-            return handler
-
-        return register
+    def add_filter(self, condition: Filter) -> None:
+        """Publish only what this lets through; at any time."""
+        if not callable(condition):
+            raise InvalidParameter(f"A filter must be callable with an envelope; {condition!r} is not.")
+        self._filters.append(condition)
 
     def freeze(self, *, strict: bool = False) -> RouteTable:
         """Check everything and make the table; a second call gives the same one. With `strict`, command routes of
         different dispatchers must not overlap."""
         with self._lock:
-            if self._table is None:
-                table = self._checked_table(strict)
-                self._dispatchers = {
-                    spec.dispatcher_id: Dispatcher(
-                        spec,
-                        clock=self._clock,
-                        logger=self._log,
-                        slow_sync_handler_seconds=self.settings.slow_sync_handler_seconds,
-                    )
-                    for spec in self._registry.dispatchers()
-                }
-                self._version = table.version
-                self._table = table
-            return self._table
+            if self._sender is None:
+                self._freeze(strict)
+        return self.table
+
+    def _freeze(self, strict: bool) -> None:
+        specs = self.registry.dispatchers()
+        table = self._make_table(self.registry.routes(), specs, strict)
+        dispatchers = {spec.dispatcher_id: self._make_dispatcher(spec) for spec in specs}
+        sender = Sender(table, dispatchers, self._sender_parts())
+        self._publisher = self._make_publisher(sender)
+        self._sender = sender
 
     # Asking
 
     @property
+    def middleware(self) -> Sequence[Middleware]:
+        """What runs around every dispatcher, the outermost first."""
+        return tuple(self._middleware)
+
+    @property
+    def filters(self) -> Sequence[Filter]:
+        """What `publish` asks."""
+        return tuple(self._filters)
+
+    @property
     def is_frozen(self) -> bool:
-        """Whether messages can be dispatched, and nothing more registered."""
-        return self._table is not None
+        """Whether messages can be sent, and nothing more registered."""
+        return self._sender is not None
 
     @property
     def route_count(self) -> int:
         """Registered routes, disabled ones included."""
-        return len(self._registry.routes())
+        return len(self.registry.routes())
 
     @property
     def dispatcher_count(self) -> int:
         """Registered dispatchers."""
-        return len(self._registry.dispatchers())
+        return len(self.registry.dispatchers())
 
     @property
     def table(self) -> RouteTable:
         """The frozen table."""
-        if self._table is None:
-            raise InvalidState("The engine is not frozen yet: call engine.freeze() when everything is registered.")
-        return self._table
+        return self._frozen().table
+
+    @property
+    def endpoints(self) -> EndpointRegistry:
+        """The replicas of the dispatchers: join, find, leave."""
+        return EndpointRegistry(self._frozen().dispatchers, self.settings.stop_seconds)
+
+    @property
+    def queue_counts(self) -> QueueCounts:
+        """What became of published messages at the queue."""
+        return self._publishing().counts()
 
     def explain(self, topic: str, message_type: str | None = None) -> Explanation:
         """Who gets such a message, and why."""
@@ -206,27 +173,106 @@ class DispatchEngine:
 
     def circuit_state(self, dispatcher_id: str) -> CircuitState:
         """The state of a dispatcher's breaker; CLOSED if it has none."""
-        if self.table.dispatchers.get(dispatcher_id) is None:
+        dispatcher = self._frozen().dispatchers.get(dispatcher_id)
+        if dispatcher is None:
             raise NotRegistered("dispatcher", dispatcher_id)
-        breaker = self._dispatchers[dispatcher_id].breaker
-        return breaker.state if breaker else CircuitState.CLOSED
+        return dispatcher.breaker.state if dispatcher.breaker else CircuitState.CLOSED
+
+    # Sending
+
+    async def dispatch(self, topic: str, envelope: Envelope[Any]) -> DispatchResult:
+        """Send one message to all dispatchers that its topic and type select, and wait for their outcomes."""
+        sender = self._sender
+        if sender is None or type(topic) is not str or not topic.strip() or not isinstance(envelope, Envelope):
+            sender = self._checked(topic, envelope)
+        return await sender.send(topic, envelope)
+
+    async def publish(self, topic: str, envelope: Envelope[Any]) -> Receipt:
+        """Accept a message for dispatchers and subscribers, and return at once; it is delivered in the background."""
+        publisher = self._publisher
+        if publisher is None or type(topic) is not str or not topic.strip() or not isinstance(envelope, Envelope):
+            self._checked(topic, envelope)
+            publisher = self._publishing()
+        return await publisher.publish(topic, envelope)
+
+    async def execute(self, topic: str, envelope: Envelope[Any]) -> DispatchResult:
+        """Send a command to its one dispatcher; `result.reply` is what its handler replied."""
+        sender, publisher = self._checked(topic, envelope), self._publishing()
+        if category_of(topic) not in (MessageCategory.COMMAND, None):
+            message = f"'{topic}' is not the topic of a command: use dispatch or publish."
+            fault = Fault(DispatchStatus.INVALID_MESSAGE, ErrorCode.NOT_A_COMMAND, message)
+            return sender.refuse(topic, envelope, fault)
+        facts = (envelope.message_id, topic, envelope.message_type)
+        publisher.announce(COMMAND_STARTED, CommandStarted(*facts), envelope)
+        started = self.clock.now()
+        try:
+            result = await sender.send(topic, envelope)
+        except BaseException as error:
+            ended = CommandResult(
+                *facts, DispatchStatus.DISPATCHER_ERROR, (self.clock.now() - started) * 1000.0, type(error).__name__
+            )
+            publisher.announce(COMMAND_RESULT, ended, envelope)
+            raise
+        ended = CommandResult(*facts, result.status, result.duration_ms, result.error_message)
+        publisher.announce(COMMAND_RESULT, ended, envelope)
+        return result
+
+    async def request(self, topic: str, envelope: Envelope[Any], timeout: float | None = None) -> Reply:
+        """Send a message and wait for a reply with its correlation id, from its handler or from further down the chain.
+
+        Raises `RequestTimeout`, `RequestFailed` (with the `result`) or `ChannelClosed`.
+        """
+        return await self._requester.request(self._checked(topic, envelope).deliver, topic, envelope, timeout)
+
+    def reply(self, correlation_id: UUID, payload: object) -> None:
+        """Answer a request from outside a handler; raises if nobody waits (late, duplicate, unknown, closed)."""
+        self._requester.correlations.resolve(correlation_id, Reply(payload))
+
+    def subscribe(self, pattern: str, capacity: int = 1000, *, on_missed: OnMissed | None = None) -> Subscription:
+        """Read what is published on topics that fit: `async with engine.subscribe("**") as messages: async for …`."""
+        return self._subscriptions.subscribe(pattern, capacity, on_missed=on_missed)
+
+    def session(self, session_id: str) -> Session:
+        """Dispatchers for the messages of one job: `async with engine.session("job-1") as session`."""
+        check_id("session_id", session_id)
+        return Session(session_id, self, self._frozen(), self._publishing(), self._make_table, self._make_dispatcher)
 
     # Running
 
     async def start(self) -> None:
-        """Build and start all handlers now, rather than each on its first message."""
-        self.table  # noqa: B018 - raises before freeze
-        await asyncio.gather(*(dispatcher.handler.start() for dispatcher in self._dispatchers.values()))
+        """Build and start all handlers now, rather than each on its first message, and watch their health."""
+        await self._start_dispatchers()
+        self._subscriptions.reopen()
+        self._requester.correlations.reopen()
+        self._publishing().reopen()
+        if self._health is None or self._health.done():
+            self._health = asyncio.get_running_loop().create_task(self._watch_health(), name="raydispatch health")
 
-    async def stop(self) -> None:
-        """Stop all handlers that were started."""
-        for dispatcher in self._dispatchers.values():
-            try:
-                await dispatcher.handler.stop()
-            except Exception as error:
-                # Without the traceback, whose last line would be the exception's own words.
-                fields = {"dispatcher_id": dispatcher.spec.dispatcher_id, "error": describe_exception(error)}
-                self._log.error("stop failed", extra=fields)
+    async def drain(self) -> None:
+        """Wait until everything accepted so far in this event loop, and what it causes, is done."""
+        if delivering.get():
+            raise InvalidState("A handler cannot drain the engine: it would wait for its own end.")
+        await self._publishing().drain()
+
+    async def stop(self, seconds: float | None = None) -> None:
+        """Accept nothing more, deliver what was accepted until the deadline, end all that waits, stop the handlers.
+
+        What cannot be delivered in time ends as REJECTED with the code `shut_down`: in the metrics, in the log, and
+        for `on_result`. What was accepted in other event loops is theirs to drain before.
+        """
+        publisher, dispatchers = self._publishing(), self._frozen().dispatchers.values()
+        now = asyncio.get_running_loop().time
+        deadline = now() + (self.settings.stop_seconds if seconds is None else seconds)
+        publisher.close()
+        seconds_left = 0.0
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await asyncio.gather(publisher.drain(), *(dispatcher.idle() for dispatcher in dispatchers))
+                    seconds_left = deadline - now()
+        finally:
+            # In any case: whoever is cancelled while waiting must not leave an engine that is half stopped.
+            await self._end(seconds_left)
 
     async def __aenter__(self) -> "DispatchEngine":
         self.freeze()
@@ -236,184 +282,121 @@ class DispatchEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    async def dispatch(self, topic: str, envelope: Envelope[Any]) -> DispatchResult:
-        """Send one message to all dispatchers that its topic and type select, and wait for their outcomes."""
-        table = self._table
-        if table is None:
-            raise InvalidState("The engine is not frozen yet: call engine.freeze() before the first dispatch.")
-        if type(topic) is not str or not topic.strip():
-            _check_topic(topic)
-        if not isinstance(envelope, Envelope):
-            raise InvalidParameter(f"dispatch takes an Envelope, not {type(envelope).__name__}: Envelope(payload).")
-        started_at = datetime.now(UTC)
-        started = perf_counter()
-        category = category_of(topic)
-        selected = table.select(topic, category, envelope.message_type) if category is not None else ()
-        routed = perf_counter()
-        if self._log.isEnabledFor(logging.INFO):
-            self._log.info("dispatch started", extra=_fields(topic, category, envelope, dispatcher_count=len(selected)))
-        fault = self._fault(topic, category, selected, envelope)
-        if fault is not None:
-            return self._finish(topic, category, envelope, (), fault, started_at, started, routed)
-        if envelope.topic != topic:
-            envelope = envelope.with_topic(topic)
-        if len(selected) == 1:
-            # No task for a lone dispatcher: that would cost more than all the rest.
-            route = selected[0]
-            outcomes: tuple[Outcome, ...] = (
-                await self._dispatchers[route.dispatcher_id].process(envelope, route.route_id),
-            )
-        else:
-            outcomes = await self._fan_out(selected, envelope)
-        return self._finish(topic, category, envelope, outcomes, None, started_at, started, routed)
+    async def _end(self, seconds: float) -> None:
+        try:
+            await self._publishing().stop(seconds)
+        finally:
+            self._requester.close()
+            self._subscriptions.close()
+            if self._health is not None:
+                self._health.cancel()
+                self._health = None
+            await self._stop_dispatchers()
 
-    async def _fan_out(self, selected: tuple[DispatchRoute, ...], envelope: Envelope[Any]) -> tuple[Outcome, ...]:
-        """Dispatchers of one priority run at the same time; higher priorities finish before lower ones start."""
-        outcomes: list[Outcome] = []
-        for _, group in groupby(selected, key=lambda route: route.priority):
-            outcomes += await asyncio.gather(
-                *(self._dispatchers[route.dispatcher_id].process(envelope, route.route_id) for route in group)
-            )
-        return tuple(outcomes)
+    async def _start_dispatchers(self) -> None:
+        """All or none."""
+        starting = [dispatcher.start() for dispatcher in self._frozen().dispatchers.values()]
+        try:
+            for ended in await asyncio.gather(*starting, return_exceptions=True):
+                if isinstance(ended, BaseException):
+                    raise ended
+        except BaseException:
+            await self._stop_dispatchers()
+            raise
 
-    def _fault(
-        self,
-        topic: str,
-        category: MessageCategory | None,
-        selected: tuple[DispatchRoute, ...],
-        envelope: Envelope[Any],
-    ) -> tuple[DispatchStatus, ErrorCode, str] | None:
-        """What keeps a message from every dispatcher."""
-        if category is None:
-            return DispatchStatus.INVALID_MESSAGE, ErrorCode.INVALID_TOPIC, topic_fault(topic) or "invalid topic"
-        payload = envelope.payload
-        if isinstance(payload, str | bytes | bytearray | memoryview):
-            size = _size(payload)
-            if size > self.settings.max_payload_bytes:
-                message = f"The payload has {size:,} bytes; {self.settings.max_payload_bytes:,} are allowed."
-                return DispatchStatus.INVALID_MESSAGE, ErrorCode.PAYLOAD_TOO_LARGE, message
-        if not selected:
-            message = f"No dispatcher takes {category} '{topic}' of type {envelope.message_type}."
-            return DispatchStatus.NO_DISPATCHER, ErrorCode.NO_DISPATCHER, message
-        return None
+    async def _stop_dispatchers(self) -> None:
+        for dispatcher in self._frozen().dispatchers.values():
+            await dispatcher.stop()
 
-    def _finish(
-        self,
-        topic: str,
-        category: MessageCategory | None,
-        envelope: Envelope[Any],
-        outcomes: tuple[Outcome, ...],
-        fault: tuple[DispatchStatus, ErrorCode, str] | None,
-        started_at: datetime,
-        started: float,
-        routed: float,
-    ) -> DispatchResult:
-        """Count, log and keep what has to be kept, and make the result."""
-        error_code: ErrorCode | None = None
-        error_message: str | None = None
-        if fault is not None:
-            status, error_code, error_message = fault
-        elif len(outcomes) == 1 and outcomes[0].status is DispatchStatus.SUCCESS:
-            status = DispatchStatus.SUCCESS
-        else:
-            status = worst_status(outcomes)
-            error_code, error_message = combined_error(outcomes, status)
-            self._bury(topic, envelope, outcomes, started_at)
-        duration_ms = (perf_counter() - started) * 1000.0
-        self._metrics.record(topic, category, status, duration_ms, (routed - started) * 1000.0, outcomes)
-        self._log_end(topic, category, envelope, status, duration_ms, error_code, error_message, outcomes)
-        first = outcomes[0] if outcomes else None
-        return DispatchResult(
-            new_id(),
-            status,
-            topic,
-            category,
-            envelope.message_type,
-            first.route_id if first else None,
-            first.dispatcher_id if first else None,
-            duration_ms,
-            started_at,
-            datetime.now(UTC),
-            first.outputs if len(outcomes) == 1 and first else tuple(t for o in outcomes for t in o.outputs),
-            error_message,
-            error_code,
-            envelope.correlation_id,
-            envelope.trace_id,
-            envelope.span_id,
-            outcomes,
-            self._version,
-        )
+    async def _watch_health(self) -> None:
+        while True:
+            await self.clock.sleep(self.settings.health_interval_seconds)
+            await self.endpoints.check_health()
 
-    def _bury(self, topic: str, envelope: Envelope[Any], outcomes: tuple[Outcome, ...], started_at: datetime) -> None:
-        now = datetime.now(UTC)
-        for outcome in outcomes:
-            if outcome.status in FINAL_FAILURES:
-                self.dead_letters.add(DeadLetter(topic, envelope, outcome, started_at, now, self._version))
+    # Parts
 
-    def _log_end(
-        self,
-        topic: str,
-        category: MessageCategory | None,
-        envelope: Envelope[Any],
-        status: DispatchStatus,
-        duration_ms: float,
-        error_code: ErrorCode | None,
-        error_message: str | None,
-        outcomes: tuple[Outcome, ...],
-    ) -> None:
-        # A failing dispatcher has had its own line at ERROR already.
-        level, words = logging.INFO, "dispatch completed"
-        if status is DispatchStatus.NO_DISPATCHER:
-            level, words = logging.WARNING, "no dispatcher"
-        elif status is DispatchStatus.INVALID_MESSAGE and not outcomes:
-            level, words = logging.ERROR, "invalid message"
-        if self._log.isEnabledFor(level):
-            fields = _fields(
-                topic, category, envelope, dispatcher_count=len(outcomes), status=status.value, duration_ms=duration_ms,
-                dispatcher_id=[outcome.dispatcher_id for outcome in outcomes], error=error_message,
-                error_code=error_code.value if error_code else None,
-            )  # fmt: skip
-            self._log.log(level, words, extra=fields)
-
-    # Freezing
+    def _add(self, routes: Sequence[DispatchRoute], spec: DispatcherSpec | None = None) -> None:
+        with self._lock:
+            self._check_open()
+            taken = {route.route_id for route in self.registry.routes()}
+            for route in routes:
+                if route.route_id in taken:
+                    raise DuplicateRegistration("route", route.route_id)
+            if spec is not None:
+                self.registry.add_dispatcher(spec)
+            for route in routes:
+                self.registry.add_route(route)
 
     def _check_open(self) -> None:
-        if self._table is not None:
+        if self._sender is not None:
             raise InvalidState(
                 f"The engine '{self.name}' is frozen: register everything before freeze(), or make another engine."
             )
 
-    def _checked_table(self, strict: bool) -> RouteTable:
-        routes = self._registry.routes()
-        specs = {spec.dispatcher_id: spec for spec in self._registry.dispatchers()}
-        missing = [
-            f"route '{route.route_id}' leads to the dispatcher '{route.dispatcher_id}', which is not registered"
-            for route in routes
-            if route.dispatcher_id not in specs
-        ]
-        misfits = [
-            f"route '{route.route_id}' is for {route.message_category}s, its dispatcher '{route.dispatcher_id}' for "
-            f"{specs[route.dispatcher_id].category}s"
-            for route in routes
-            if route.dispatcher_id in specs and route.message_category is not specs[route.dispatcher_id].category
-        ]
-        if missing or misfits:
-            code = ErrorCode.ITEM_NOT_REGISTERED if missing else ErrorCode.INVALID_PARAMETER
-            raise InvalidTable(sorted(missing) + sorted(misfits), code)
-        table = RouteTable(
+    def _frozen(self) -> Sender:
+        if self._sender is None:
+            raise InvalidState("The engine is not frozen yet: call engine.freeze() when everything is registered.")
+        return self._sender
+
+    def _publishing(self) -> Publisher:
+        self._frozen()
+        assert self._publisher is not None  # Made together with the sender.
+        return self._publisher
+
+    def _checked(self, topic: object, envelope: object) -> Sender:
+        sender = self._frozen()
+        _check_topic(topic)
+        if not isinstance(envelope, Envelope):
+            raise InvalidParameter(f"A message is an Envelope, not {type(envelope).__name__}: Envelope(payload).")
+        return sender
+
+    def _make_table(
+        self, routes: Sequence[DispatchRoute], specs: Sequence[DispatcherSpec], strict: bool = False
+    ) -> RouteTable:
+        return checked_table(
             routes,
-            {name: DispatcherTypes(spec.category, spec.message_types) for name, spec in specs.items()},
+            specs,
             cache_entries=self.settings.match_cache_entries,
+            strict=strict,
+            has_middleware=bool(self._middleware),
+            log=self.logger,
         )
-        overlaps, _ = command_overlaps(table)
-        if overlaps and strict:
-            raise InvalidTable([str(overlap) for overlap in overlaps], ErrorCode.INVALID_PARAMETER)
-        for overlap in overlaps:
-            self._log.warning("command routes overlap", extra={"engine": self.name, "overlap": str(overlap)})
-        return table
+
+    def _sender_parts(self) -> SenderParts:
+        return SenderParts(
+            self._metrics, self.dead_letters, self.logger, self.settings.max_payload_bytes, self._requester.replied
+        )
+
+    def _make_publisher(self, sender: Sender) -> Publisher:
+        return Publisher(
+            sender,
+            self.settings,
+            clock=self.clock,
+            log=self.logger,
+            filters=self._filters,
+            subscriptions=self._subscriptions,
+            on_result=self.on_result,
+            on_pressure=self.on_pressure,
+        )
+
+    def _make_dispatcher(self, spec: DispatcherSpec, origin: str | None = None) -> Dispatcher:
+        return Dispatcher(
+            spec,
+            clock=self.clock,
+            logger=self.logger,
+            slow_sync_handler_seconds=self.settings.slow_sync_handler_seconds,
+            middleware=self._middleware,
+            publish=self._accept_outputs,
+            max_hops=self.settings.max_hops,
+            health_seconds=self.settings.health_interval_seconds,
+            origin=origin,
+        )
+
+    async def _accept_outputs(self, outputs: Sequence[Envelope[Any]]) -> bool:
+        return await self._publishing().accept_outputs(outputs)
 
     def __repr__(self) -> str:
-        state = f"frozen, table {self._version}" if self.is_frozen else "open for registration"
+        state = f"frozen, table {self.table.version}" if self.is_frozen else "open for registration"
         return (
             f"<DispatchEngine '{self.name}': {self.route_count} routes, {self.dispatcher_count} dispatchers, {state}>"
         )
@@ -421,23 +404,4 @@ class DispatchEngine:
 
 def _check_topic(topic: object) -> None:
     if not isinstance(topic, str) or not topic.strip():
-        raise InvalidParameter(
-            f"topic must be a string that is not blank, such as 'dev.order.events.v1'; not {topic!r}."
-        )
-
-
-def _size(payload: str | bytes | bytearray | memoryview) -> int:
-    if isinstance(payload, str):
-        return len(payload) if payload.isascii() else len(payload.encode(errors="surrogatepass"))
-    return payload.nbytes if isinstance(payload, memoryview) else len(payload)
-
-
-def _fields(topic: str, category: MessageCategory | None, envelope: Envelope[Any], **more: object) -> dict[str, object]:
-    return {
-        "topic": topic,
-        "category": category.value if category else None,
-        "message_type": envelope.message_type,
-        "correlation_id": str(envelope.correlation_id),
-        "trace_id": envelope.trace_id,
-        **more,
-    }
+        raise InvalidParameter(f"A topic is a string that is not blank, such as 'dev.order.events.v1'; not {topic!r}.")

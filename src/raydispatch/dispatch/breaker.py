@@ -29,6 +29,10 @@ class CircuitState(StrEnum):
     HALF_OPEN = "half_open"
 
 
+# In Python 3.11, to read a member from its class takes 0.1 µs, twice as long as all the rest of `admit`.
+_CLOSED = CircuitState.CLOSED
+
+
 class CircuitBreaker:
     """Safe in threads, and usable from sync and async code alike, since nothing in it waits.
 
@@ -72,14 +76,14 @@ class CircuitBreaker:
         """A permit for one call, or None: do not call."""
         # Without the lock: a closed circuit hands out its generation, and if it opens meanwhile, that is outdated.
         generation = self._generation
-        if self._state is CircuitState.CLOSED:
+        if self._state is _CLOSED:
             return generation
         with self._lock:
             return self._admit_trial()
 
     def succeeded(self, permit: Permit) -> None:
         """The call that the permit was for went well."""
-        if self._failures == 0 and self._state is CircuitState.CLOSED:
+        if self._failures == 0 and self._state is _CLOSED:
             return
         with self._lock:
             if permit != self._generation:
@@ -107,6 +111,18 @@ class CircuitBreaker:
         with self._lock:
             if permit == self._generation and self._state is CircuitState.HALF_OPEN:
                 self._trials -= 1
+
+    def open_for(self, seconds: float) -> None:
+        """Open, whatever was counted here, because somebody who sees more says so; the pause is this long."""
+        with self._lock:
+            self._change(CircuitState.OPEN)
+            self._changed_at = self._now() + seconds - self.settings.reset_after_seconds
+
+    def close(self) -> None:
+        """Close, because somebody who sees more says so."""
+        with self._lock:
+            if self._state is not CircuitState.CLOSED:
+                self._change(CircuitState.CLOSED)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

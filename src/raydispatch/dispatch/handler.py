@@ -4,21 +4,24 @@ import asyncio
 import contextvars
 import inspect
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar, get_args, get_origin, runtime_checkable
 
-from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from raydispatch.dispatch.outcome import DispatchResult
+from raydispatch.dispatch.batching import Batching
+from raydispatch.dispatch.outcome import DispatchResult, Reply
 from raydispatch.dispatch.sanitize import describe_validation
 from raydispatch.errors import InvalidParameter
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.topic import MessageCategory
 
-HandlerOutput: TypeAlias = str | list[str] | tuple[str, ...] | DispatchResult | None
-"""What a handler may return: nothing, a topic, several topics, or a result of its own."""
+OneOutput: TypeAlias = str | Envelope[Any] | Reply
+HandlerOutput: TypeAlias = OneOutput | Sequence[str] | Sequence[OneOutput] | DispatchResult | None
+"""What a handler may return: nothing, a topic to send the message on to, another envelope, a reply, several of these,
+or a result of its own."""
 
 Handle: TypeAlias = Callable[[Envelope[Any]], HandlerOutput | Awaitable[HandlerOutput]]
 
@@ -60,8 +63,9 @@ class PayloadMisfit(Exception):
 class Handler:
     """A handler ready to be called; made from a function, a class, or an object with `handle`."""
 
-    def __init__(self, source: HandlerSource) -> None:
+    def __init__(self, source: HandlerSource, *, batch: bool = False) -> None:
         self._source = source
+        self._batch = batch
         self._instance: object | None = None
         self._started: Future[bool] | None = None
         self._lock = threading.Lock()
@@ -70,9 +74,13 @@ class Handler:
             getattr(function, "__call__", None)  # noqa: B004 - an object with an async __call__
         )
         self.payload_type = payload_type_of(function)
-        self._check = _payload_check(self.payload_type)
+        self._check = payload_check(self.payload_type)
         # A plain function needs no building, and is ready at once.
-        self.call: Handle | None = None if _needs_building(source) else function
+        self.call: Handle | None = None if _needs_building(source) else self._callable(function)
+        self.is_async = self.is_async or batch
+
+    def _callable(self, function: Callable[..., Any]) -> Handle:
+        return Batching(function, run_in_thread) if self._batch else function
 
     def checked(self, envelope: Envelope[Any]) -> Envelope[Any]:
         """The envelope with its payload as the annotation asks for; raises `PayloadMisfit`."""
@@ -102,6 +110,13 @@ class Handler:
         if instance is not None:
             await _run_hook(instance, "stop")
 
+    async def is_healthy(self) -> bool:
+        """What the handler's own `health()` says, if it has one and was started."""
+        health = getattr(self._instance, "health", None)
+        if health is None:
+            return True
+        return bool(await health() if inspect.iscoroutinefunction(health) else await run_in_thread(health))
+
     async def _start(self, started: "Future[bool]") -> None:
         try:
             if self.call is None:
@@ -109,7 +124,7 @@ class Handler:
                 instance = await run_in_thread(source) if inspect.isclass(source) else source
                 await _run_hook(instance, "start")
                 self._instance = instance
-                self.call = instance.handle
+                self.call = self._callable(instance.handle)
         except BaseException as error:
             with self._lock:
                 self._started = None
@@ -208,7 +223,8 @@ def _evaluated(annotation: str, function: Any, name: str) -> Any:
         ) from None
 
 
-def _payload_check(payload_type: Any) -> Callable[[Envelope[Any]], Envelope[Any]] | None:
+def payload_check(payload_type: Any) -> Callable[[Envelope[Any]], Envelope[Any]] | None:
+    """What makes the payload of an envelope fit a type, or raises `PayloadMisfit`; None if any payload will do."""
     if payload_type is None:
         return None
     adapter = _adapter(payload_type)
@@ -223,6 +239,9 @@ def _payload_check(payload_type: Any) -> Callable[[Envelope[Any]], Envelope[Any]
         try:
             if isinstance(payload, str | bytes | bytearray) and not takes_text:
                 return envelope.with_payload(adapter.validate_json(payload))
+            if isinstance(payload, BaseModel):
+                # By its fields: the sender's class may be another one here, in a process that loaded it again.
+                payload = payload.model_dump()
             return envelope.with_payload(adapter.validate_python(payload))
         except ValidationError as error:
             raise PayloadMisfit(describe_validation(error, known_names)) from None

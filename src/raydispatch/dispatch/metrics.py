@@ -2,9 +2,9 @@
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -16,6 +16,13 @@ LATENCY_BUCKETS_MS = (1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0, 2
 ROUTING_BUCKETS_MS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, *LATENCY_BUCKETS_MS)
 """The same with microseconds in front, for routing."""
 OTHER_TOPICS = "(other)"
+
+_SUCCESS = DispatchStatus.SUCCESS
+
+CountedT = TypeVar("CountedT")
+
+Counted: TypeAlias = tuple[str, MessageCategory | None, DispatchStatus, int]
+"""How many dispatches to a topic ended in one way."""
 
 
 class _Frozen(BaseModel):
@@ -162,23 +169,69 @@ class MetricsRecorder:
         duration_ms: float,
         routing_ms: float,
         outcomes: Iterable[Outcome],
+        at: datetime | None = None,
     ) -> None:
-        """Count one dispatch."""
+        """Count one dispatch, which ended at that time, or else just now."""
         with self._lock:
             self._statuses[status] = self._statuses.get(status, 0) + 1
             if category is not None:
                 self._categories[category] = self._categories.get(category, 0) + 1
             if topic is not None:
-                if topic not in self._topics and len(self._topics) >= self._most_topics:
-                    topic = OTHER_TOPICS
-                self._topics[topic] = self._topics.get(topic, 0) + 1
+                seen = self._topics.get(topic)
+                if seen is None and len(self._topics) >= self._most_topics:
+                    topic, seen = OTHER_TOPICS, self._topics.get(OTHER_TOPICS)
+                self._topics[topic] = (seen or 0) + 1
             self._latency.add(duration_ms)
             self._routing.add(routing_ms)
             for outcome in outcomes:
                 counter = self._dispatchers.get(outcome.dispatcher_id)
                 if counter is None:
-                    counter = self._dispatchers[outcome.dispatcher_id] = _DispatcherCounter(outcome.dispatcher_id)
-                counter.add(outcome)
+                    counter = self._dispatcher(outcome.dispatcher_id)
+                counter.add(outcome, at)
+
+    def record_many(self, counts: "Iterable[Counted]", duration_ms: float, routing_ms: float) -> None:
+        """Count dispatches that went together, each of which took as long as all; their outcomes are counted elsewhere.
+
+        The same as so many calls of `record`, at a tenth of the time.
+        """
+        with self._lock:
+            total = 0
+            for topic, category, status, count in counts:
+                total += count
+                self._statuses[status] = self._statuses.get(status, 0) + count
+                if category is not None:
+                    self._categories[category] = self._categories.get(category, 0) + count
+                seen = self._topics.get(topic)
+                if seen is None and len(self._topics) >= self._most_topics:
+                    topic, seen = OTHER_TOPICS, self._topics.get(OTHER_TOPICS)
+                self._topics[topic] = (seen or 0) + count
+            if total:
+                self._latency.add(duration_ms, total)
+                self._routing.add(routing_ms, total)
+
+    def record_outcome(self, outcome: Outcome) -> None:
+        """Count what one dispatcher did, where the dispatch as a whole is counted elsewhere."""
+        with self._lock:
+            self._dispatcher(outcome.dispatcher_id).add(outcome)
+
+    def record_successes(self, dispatcher_id: str, durations_ms: Sequence[float], at: datetime) -> None:
+        """Count what one dispatcher did well at the first try, the last of it at that time."""
+        if durations_ms:
+            with self._lock:
+                self._dispatcher(dispatcher_id).add_successes(durations_ms, at)
+
+    def add(self, other: DispatchMetrics) -> None:
+        """Count all that somebody else has counted."""
+        with self._lock:
+            _add_counts(self._statuses, other.statuses)
+            _add_counts(self._categories, other.category_metrics)
+            for topic, count in other.topic_metrics.items():
+                known = topic in self._topics or len(self._topics) < self._most_topics
+                _add_counts(self._topics, {topic if known else OTHER_TOPICS: count})
+            self._latency.join(other.latency)
+            self._routing.join(other.routing)
+            for name, part in other.dispatcher_metrics.items():
+                self._dispatchers.setdefault(name, _DispatcherCounter(name)).join(part)
 
     def snapshot(self) -> DispatchMetrics:
         """A consistent picture of this moment."""
@@ -193,6 +246,12 @@ class MetricsRecorder:
                 dispatcher_metrics={name: counter.snapshot() for name, counter in self._dispatchers.items()},
             )
 
+    def _dispatcher(self, dispatcher_id: str) -> "_DispatcherCounter":
+        counter = self._dispatchers.get(dispatcher_id)
+        if counter is None:
+            counter = self._dispatchers[dispatcher_id] = _DispatcherCounter(dispatcher_id)
+        return counter
+
 
 class _LatencyCounter:
     __slots__ = ("bounds", "buckets", "count", "highest", "lowest", "total")
@@ -206,14 +265,24 @@ class _LatencyCounter:
         self.lowest = start.min_ms if start and start.count else float("inf")
         self.highest = start.max_ms if start else 0.0
 
-    def add(self, duration_ms: float) -> None:
-        self.count += 1
-        self.total += duration_ms
+    def add(self, duration_ms: float, count: int = 1) -> None:
+        self.count += count
+        self.total += duration_ms * count
         if duration_ms < self.lowest:
             self.lowest = duration_ms
         if duration_ms > self.highest:
             self.highest = duration_ms
-        self.buckets[bisect_left(self.bounds, duration_ms)] += 1
+        # Most are in the first bucket; to search for that would take a third of this method.
+        self.buckets[0 if duration_ms <= self.bounds[0] else bisect_left(self.bounds, duration_ms)] += count
+
+    def join(self, other: Latency) -> None:
+        self.count += other.count
+        self.total += other.total_ms
+        if other.count:
+            self.lowest = min(self.lowest, other.min_ms)
+            self.highest = max(self.highest, other.max_ms)
+        for position, label in enumerate(bucket_labels(self.bounds)):
+            self.buckets[position] += other.histogram.get(label, 0)
 
     def snapshot(self) -> Latency:
         return Latency(
@@ -237,16 +306,35 @@ class _DispatcherCounter:
         self.last_error = start.last_error_message if start else None
         self.last_at: Any = start.last_execution_at if start else None
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: Outcome, at: datetime | None = None) -> None:
         self.statuses[outcome.status] = self.statuses.get(outcome.status, 0) + 1
         if outcome.error_message is not None:
             self.last_error = outcome.error_message
         if outcome.attempts:
             self.executed += 1
             self.latency.add(outcome.duration_ms)
-            self.last_at = datetime.now(UTC)
+            self.last_at = at or datetime.now(UTC)
         else:
             self.refused += 1
+
+    def add_successes(self, durations_ms: Sequence[float], at: datetime) -> None:
+        self.statuses[_SUCCESS] = self.statuses.get(_SUCCESS, 0) + len(durations_ms)
+        self.executed += len(durations_ms)
+        for duration_ms in durations_ms:
+            self.latency.add(duration_ms)
+        if self.last_at is None or at > self.last_at:
+            self.last_at = at
+
+    def join(self, other: DispatcherMetrics) -> None:
+        self.executed += other.execution_count
+        self.refused += other.refused_count
+        _add_counts(self.statuses, other.statuses)
+        self.latency.join(other.latency)
+        newer = other.last_execution_at and (self.last_at is None or other.last_execution_at > self.last_at)
+        if other.last_error_message is not None and (newer or self.last_error is None):
+            self.last_error = other.last_error_message
+        if newer:
+            self.last_at = other.last_execution_at
 
     def snapshot(self) -> DispatcherMetrics:
         return DispatcherMetrics(
@@ -258,6 +346,11 @@ class _DispatcherCounter:
             last_error_message=self.last_error,
             last_execution_at=self.last_at,
         )
+
+
+def _add_counts(mine: dict[CountedT, int], theirs: Mapping[CountedT, int]) -> None:
+    for name, count in theirs.items():
+        mine[name] = mine.get(name, 0) + count
 
 
 def bucket_labels(bounds: tuple[float, ...]) -> list[str]:

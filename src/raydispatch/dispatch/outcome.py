@@ -7,7 +7,7 @@ dataclass, of which every message would need two.
 from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from raydispatch.errors import ErrorCode
@@ -76,6 +76,15 @@ _WORST_FIRST = (
 _BADNESS = {status: position for position, status in enumerate(_WORST_FIRST)}
 
 
+class Reply(NamedTuple):
+    """What a handler returns to answer: `request` and `execute` hand it back.
+
+    Example: `return Reply({"balance": 12})`.
+    """
+
+    payload: Any
+
+
 class Outcome(NamedTuple):
     """What became of a message at one dispatcher."""
 
@@ -91,6 +100,9 @@ class Outcome(NamedTuple):
     """The class name of the exception."""
     error_message: str | None = None
     """Sanitized."""
+    reply: Reply | None = None
+    repeated: bool = False
+    """Whether this is the stored outcome of the same message, sent again."""
 
 
 def worst_status(outcomes: Sequence[Outcome]) -> DispatchStatus:
@@ -127,6 +139,11 @@ class DispatchResult(NamedTuple):
     table_version: str | None = None
 
     @property
+    def reply(self) -> Reply | None:
+        """The answer of the first dispatcher that gave one."""
+        return next((outcome.reply for outcome in self.outcomes if outcome.reply is not None), None)
+
+    @property
     def output_count(self) -> int:
         """How many topics were returned."""
         return len(self.outputs)
@@ -146,6 +163,19 @@ class DispatchResult(NamedTuple):
     def requires_retry(self) -> bool:
         """Whether sending the message again may well succeed."""
         return self.status.requires_retry()
+
+
+class Receipt(NamedTuple):
+    """What `publish` hands back at once: ROUTED if the message was accepted, else why not."""
+
+    status: DispatchStatus
+    topic: str
+    message_id: UUID
+    correlation_id: UUID
+    subscribers: int = 0
+    """How many subscribers' queues took it."""
+    error_code: ErrorCode | None = None
+    error_message: str | None = None
 
 
 def combined_error(outcomes: Sequence[Outcome], status: DispatchStatus) -> tuple[ErrorCode | None, str | None]:

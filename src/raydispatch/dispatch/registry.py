@@ -1,8 +1,8 @@
 """What is registered: routes and dispatchers, in any order, until the registry is frozen."""
 
 import inspect
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypedDict, Unpack
 
 from raydispatch.dispatch.dispatcher import DispatcherSpec
 from raydispatch.dispatch.handler import Handler, MessageDispatcher
@@ -10,6 +10,32 @@ from raydispatch.errors import DuplicateRegistration, InvalidParameter, InvalidS
 from raydispatch.messages.envelope import MAX_ID_LENGTH
 from raydispatch.messages.topic import MessageCategory
 from raydispatch.routing.route import DispatchRoute
+from raydispatch.settings import BreakerSettings, RetrySettings
+
+MAX_REPLICAS = 10_000
+BATCH_CONCURRENCY = 5_000
+"""Messages that a batch handler gets at once on Ray, where nothing else is said."""
+
+
+class DispatcherOptions(TypedDict, total=False):
+    """How a dispatcher is guarded, and where and how often it runs; `DispatcherSpec` has the defaults."""
+
+    breaker: BreakerSettings | None
+    retry: RetrySettings | None
+    time_limit_seconds: float | None
+    replicas: int
+    batch: bool
+    node_kind: str | None
+    concurrency: int
+    max_in_flight: int
+    reject_when_full: bool
+    at_most_once: bool
+    num_cpus: float
+    num_gpus: float
+    memory: int | None
+    resources: Mapping[str, float]
+    runtime_env: Mapping[str, Any] | None
+    scheduling_strategy: Any
 
 
 class Registry(Protocol):
@@ -39,21 +65,15 @@ class DispatcherRegistry:
         self._dispatchers: dict[str, DispatcherSpec] = {}
         self._frozen = False
 
-    def register_dispatcher(self, dispatcher: MessageDispatcher, **options: Any) -> None:
+    def register_dispatcher(self, dispatcher: MessageDispatcher, **options: Unpack[DispatcherOptions]) -> None:
         """Add an object with `dispatcher_id`, `category`, `message_types` and `handle`."""
         if inspect.isclass(dispatcher) or not isinstance(dispatcher, MessageDispatcher):
             raise InvalidParameter(
                 f"{dispatcher!r} is no protocol dispatcher: it needs dispatcher_id, category, message_types and handle."
             )
+        options.setdefault("node_kind", getattr(dispatcher, "node_kind", None))
         self.add_dispatcher(
-            make_spec(
-                dispatcher.dispatcher_id,
-                dispatcher,
-                dispatcher.category,
-                dispatcher.message_types,
-                node_kind=getattr(dispatcher, "node_kind", None),
-                **options,
-            )
+            make_spec(dispatcher.dispatcher_id, dispatcher, dispatcher.category, dispatcher.message_types, **options)
         )
 
     def freeze(self) -> None:
@@ -71,6 +91,12 @@ class DispatcherRegistry:
         self._check_open()
         if self._dispatchers.setdefault(spec.dispatcher_id, spec) is not spec:
             raise DuplicateRegistration("dispatcher", spec.dispatcher_id)
+
+    def copy(self) -> "DispatcherRegistry":
+        """One with the same content that can go its own way."""
+        copy = DispatcherRegistry()
+        copy._routes, copy._dispatchers = dict(self._routes), dict(self._dispatchers)
+        return copy
 
     def routes(self) -> Sequence[DispatchRoute]:
         """All routes."""
@@ -90,7 +116,7 @@ def make_spec(
     source: Any,
     category: MessageCategory,
     message_types: Any = None,
-    **options: Any,
+    **options: Unpack[DispatcherOptions],
 ) -> DispatcherSpec:
     """A checked spec: an id that can be used, a handler that can be called, types that are a set of names."""
     check_id("dispatcher_id", dispatcher_id)
@@ -100,14 +126,24 @@ def make_spec(
                 f"message_types must be a set of type names, or None for all; not {message_types!r}."
             )
         message_types = frozenset(message_types)
+    unknown = set(options) - set(DispatcherOptions.__annotations__)
+    if unknown:
+        known = ", ".join(sorted(DispatcherOptions.__annotations__))
+        raise InvalidParameter(f"A dispatcher has no option {', '.join(sorted(unknown))}; it has {known}.")
     limit = options.get("time_limit_seconds")
     if limit is not None and not limit > 0:
         raise InvalidParameter(f"time_limit_seconds must be above 0, or None for no limit; not {limit!r}.")
+    for name, most in (("replicas", MAX_REPLICAS), ("concurrency", MAX_REPLICAS), ("max_in_flight", 10_000_000)):
+        value = options.get(name, 1)
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise InvalidParameter(f"{name} must be a number from 1 to {most:,}; not {value!r}.")
     Handler(source)  # Raises now, at the place of the mistake, if this is nothing to call.
     try:
         category = MessageCategory(category)
     except ValueError:
         raise InvalidParameter(f"category must be one of {', '.join(MessageCategory)}; not {category!r}.") from None
+    if options.get("batch"):
+        options.setdefault("concurrency", BATCH_CONCURRENCY)
     kind = options.get("node_kind")
     options["node_kind"] = None if kind is None else str(getattr(kind, "value", kind))
     return DispatcherSpec(dispatcher_id, source, category, message_types, **options)

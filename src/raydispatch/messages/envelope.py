@@ -2,15 +2,16 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 from raydispatch.errors import InvalidParameter
 from raydispatch.messages.ids import new_id
 
 MAX_ID_LENGTH = 200
+SESSION_HEADER = "raydispatch-session"
 
 PayloadT = TypeVar("PayloadT")
 OtherT = TypeVar("OtherT")
@@ -19,9 +20,11 @@ OtherT = TypeVar("OtherT")
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}")
 
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+_FRESH: Any = object()
+"""Stands for a new id, where an id is asked for."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Envelope(Generic[PayloadT]):
     """One message. The payload is yours; the rest has defaults and never changes after birth.
 
@@ -44,6 +47,37 @@ class Envelope(Generic[PayloadT]):
     headers: Mapping[str, str] = field(default_factory=lambda: _NO_HEADERS)
     attempt: int = 1
     hops: int = 0
+
+    def __init__(
+        self,
+        payload: PayloadT,
+        message_type: str = "",
+        topic: str = "",
+        key: str | None = None,
+        message_id: UUID = _FRESH,
+        correlation_id: UUID = _FRESH,
+        causation_id: UUID | None = None,
+        traceparent: str | None = None,
+        headers: Mapping[str, str] = _NO_HEADERS,
+        attempt: int = 1,
+        hops: int = 0,
+    ) -> None:
+        # As a draft it takes plain assignments: 0.3 µs, instead of 1.1 µs for the `__init__` of a frozen dataclass.
+        object.__setattr__(self, "__class__", _Draft)
+        draft: Any = self
+        draft.payload = payload
+        draft.message_type = message_type or type(payload).__name__
+        draft.topic = topic
+        draft.key = key
+        draft.message_id = new_id() if message_id is _FRESH else message_id
+        draft.correlation_id = new_id() if correlation_id is _FRESH else correlation_id
+        draft.causation_id = causation_id
+        draft.traceparent = traceparent
+        draft.headers = headers
+        draft.attempt = attempt
+        draft.hops = hops
+        draft.__class__ = Envelope
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         if not self.message_type:
@@ -79,6 +113,41 @@ class Envelope(Generic[PayloadT]):
         """The span that sent this message: 16 hex characters."""
         return self.traceparent[36:52] if self.traceparent else None
 
+    @property
+    def session_id(self) -> str | None:
+        """The session that this message belongs to."""
+        return self.headers.get(SESSION_HEADER)
+
+    def follow_up(self, payload: OtherT, topic: str, message_type: str = "") -> "Envelope[OtherT]":
+        """A new message caused by this one: same correlation, trace, key and session, one hop further."""
+        return Envelope(
+            payload, message_type, topic, self.key, correlation_id=self.correlation_id, causation_id=self.message_id,
+            traceparent=self.traceparent, headers=self.headers, hops=self.hops + 1,
+        )  # fmt: skip
+
+    def sent_on(self, topic: str, message_id: UUID) -> "Envelope[PayloadT]":
+        """This message as it goes on to another topic, after somebody handled it."""
+        return Envelope(
+            self.payload, self.message_type, topic, self.key, message_id, self.correlation_id, self.message_id,
+            self.traceparent, self.headers, 1, self.hops + 1,
+        )  # fmt: skip
+
+    def caused_by(self, parent: "Envelope[Any]") -> "Envelope[PayloadT]":
+        """This message with its cause and its session, at least one hop further: no chain can hide its length."""
+        headers = self.headers
+        if parent.session_id is not None and self.session_id is None:
+            headers = {**headers, SESSION_HEADER: parent.session_id}
+        return replace(
+            self,
+            hops=max(self.hops, parent.hops + 1),
+            causation_id=self.causation_id or parent.message_id,
+            headers=headers,
+        )
+
+    def in_session(self, session_id: str) -> "Envelope[PayloadT]":
+        """The same message, as part of a session."""
+        return replace(self, headers={**self.headers, SESSION_HEADER: session_id})
+
     def with_payload(self, payload: OtherT) -> "Envelope[OtherT]":
         """The same message with another payload, as after validation; its type name stays."""
         return self._copy(payload, self.topic, self.attempt)
@@ -93,20 +162,25 @@ class Envelope(Generic[PayloadT]):
 
     def _copy(self, payload: OtherT, topic: str, attempt: int) -> "Envelope[OtherT]":
         # What was checked at birth is not checked again: three of these are made for a message on its way.
-        copy: Envelope[OtherT] = object.__new__(Envelope)
-        put = object.__setattr__
-        put(copy, "payload", payload)
-        put(copy, "message_type", self.message_type)
-        put(copy, "topic", topic)
-        put(copy, "key", self.key)
-        put(copy, "message_id", self.message_id)
-        put(copy, "correlation_id", self.correlation_id)
-        put(copy, "causation_id", self.causation_id)
-        put(copy, "traceparent", self.traceparent)
-        put(copy, "headers", self.headers)
-        put(copy, "attempt", attempt)
-        put(copy, "hops", self.hops)
+        draft: Any = object.__new__(_Draft)
+        draft.payload = payload
+        draft.message_type = self.message_type
+        draft.topic = topic
+        draft.key = self.key
+        draft.message_id = self.message_id
+        draft.correlation_id = self.correlation_id
+        draft.causation_id = self.causation_id
+        draft.traceparent = self.traceparent
+        draft.headers = self.headers
+        draft.attempt = attempt
+        draft.hops = self.hops
+        draft.__class__ = Envelope
+        copy: Envelope[OtherT] = draft
         return copy
+
+    def __init_subclass__(cls) -> None:
+        if cls.__name__ != "_Draft":
+            raise TypeError("Envelope has no subclasses: put what is yours into the payload or the headers.")
 
     def __reduce__(self) -> tuple[object, ...]:
         # Positional and without the read-only view of the headers, which does not pickle.
@@ -114,6 +188,23 @@ class Envelope(Generic[PayloadT]):
             self.payload, self.message_type, self.topic, self.key, self.message_id, self.correlation_id,
             self.causation_id, self.traceparent, dict(self.headers), self.attempt, self.hops,
         )  # fmt: skip
+
+
+class _Draft(Envelope[Any]):
+    """An envelope in the making, which can be assigned to. Of the same layout, so that it can become one."""
+
+    __slots__ = ()
+    __setattr__ = object.__setattr__
+    __delattr__ = object.__delattr__
+
+
+def _refuse(envelope: Envelope[Any], name: str, *_: object) -> None:
+    raise FrozenInstanceError(f"an envelope never changes after birth: {name}")
+
+
+# The ones that the dataclass makes raise a TypeError for names that are no fields, in Python 3.11 with slots, and
+# `Envelope[Order](order)` sets such a name.
+Envelope.__setattr__ = Envelope.__delattr__ = _refuse  # type: ignore[method-assign,assignment]
 
 
 def _checked_headers(headers: Mapping[str, str]) -> Mapping[str, str]:

@@ -7,10 +7,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raydispatch.messages.topic import MessageCategory, category_of, segments_of
-from raydispatch.routing.automaton import Automaton
-from raydispatch.routing.pattern import PatternKind, SegmentKind, regex_set
+from raydispatch.routing.index import PatternIndex
 from raydispatch.routing.route import DispatchRoute
-from raydispatch.routing.trie import Trie
 
 if TYPE_CHECKING:
     from pyarrow import ChunkedArray
@@ -18,9 +16,6 @@ if TYPE_CHECKING:
     from raydispatch.messages.batch import MessageBatch
 
 DEFAULT_CACHE_ENTRIES = 65_536
-
-# Wider automata cost more memory for each literal they know; narrower ones more steps. A kilobit row is cheap at both.
-_AUTOMATON_WIDTH = 1_024
 
 
 class DispatcherTypes(NamedTuple):
@@ -178,13 +173,13 @@ class RouteTable:
         routes = tuple([self.routes[rank] for rank in ranks])
         return Match(routes, _selected(routes, category))
 
-    def _finder(self, category: MessageCategory) -> "_Finder":
-        routes = [
-            (rank, route, self.types_of(route))
-            for rank, route in enumerate(self.routes)
-            if route.enabled and route.message_category is category
-        ]
-        return _Finder(routes)
+    def _finder(self, category: MessageCategory) -> "PatternIndex[_Leaf]":
+        index: PatternIndex[_Leaf] = PatternIndex()
+        for rank, route in enumerate(self.routes):
+            if route.enabled and route.message_category is category:
+                index.leaf(route.pattern, _Leaf).add(rank, route, self.types_of(route))
+        index.compact()
+        return index
 
 
 def _selected(routes: tuple[DispatchRoute, ...], category: MessageCategory) -> tuple[DispatchRoute, ...]:
@@ -228,46 +223,3 @@ class _Leaf:
             self.by_type = {}
         for name in types:
             self.by_type[name] = (*self.by_type.get(name, ()), rank)
-
-
-class _Finder:
-    """Finds the leaves of the patterns of one category: by hash, by trie, by automaton, by RE2."""
-
-    def __init__(self, routes: Sequence[tuple[int, DispatchRoute, frozenset[str] | None]]) -> None:
-        self._exact: dict[str, _Leaf] = {}
-        self._trie: Trie[_Leaf] = Trie()
-        wide: dict[str, tuple[Sequence[Any], _Leaf]] = {}
-        regexes: dict[str, _Leaf] = {}
-        for rank, route, types in routes:
-            pattern = route.pattern
-            folded = ".".join(segment.text for segment in pattern.segments)
-            if pattern.kind is PatternKind.EXACT:
-                leaf = self._exact.setdefault(folded, _Leaf())
-            elif pattern.kind is PatternKind.REGEX:
-                leaf = regexes.setdefault(pattern.text, _Leaf())
-            elif sum(segment.kind is SegmentKind.REST for segment in pattern.segments) > 1:
-                leaf = wide.setdefault(folded, (pattern.segments, _Leaf()))[1]
-            else:
-                leaf = self._trie.leaf(pattern.segments, _Leaf)
-            leaf.add(rank, route, types)
-        self._trie.compact()
-        columns = list(wide.values())
-        self._automata = [
-            Automaton(columns[start : start + _AUTOMATON_WIDTH]) for start in range(0, len(columns), _AUTOMATON_WIDTH)
-        ]
-        self._regex_leaves = list(regexes.values())
-        self._regexes = regex_set(list(regexes)) if regexes else None
-
-    def find(self, topic: list[str]) -> list[_Leaf]:
-        leaves = self._trie.find(topic)
-        if self._exact:
-            exact = self._exact.get(".".join(topic))
-            if exact is not None:
-                leaves.append(exact)
-        if self._automata:
-            for automaton in self._automata:
-                leaves += automaton.find(topic)
-        if self._regexes is not None:
-            # Where nothing fits, RE2 gives None.
-            leaves += [self._regex_leaves[i] for i in self._regexes.Match(".".join(topic)) or ()]
-        return leaves
