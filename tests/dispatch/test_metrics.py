@@ -100,6 +100,7 @@ outcomes = st.tuples(
     st.integers(0, 20_000).map(float),
     st.sampled_from([None, "down", "lost"]),
 ).map(lambda o: Outcome(o[0], o[1], attempts=o[2], duration_ms=o[3], error_message=o[4]))
+Dispatch = tuple[str | None, MessageCategory | None, DispatchStatus, float, float, list[Outcome]]
 dispatches = st.tuples(
     st.sampled_from([None, "t1", "t2", "t3"]),
     st.sampled_from([None, *MessageCategory]),
@@ -116,7 +117,7 @@ def without_last_error(metrics: DispatchMetrics) -> dict[str, Any]:
 
 
 @given(parts=st.lists(st.lists(dispatches, max_size=6), max_size=4))
-def test_adding_up_what_several_have_counted_is_as_if_one_had_counted_it_all(parts: list[list[Any]]) -> None:
+def test_adding_up_what_several_have_counted_is_as_if_one_had_counted_it_all(parts: list[list[Dispatch]]) -> None:
     alone, total = MetricsRecorder(), MetricsRecorder()
     at = START
     for part in parts:
@@ -136,7 +137,7 @@ def test_adding_up_what_several_have_counted_is_as_if_one_had_counted_it_all(par
 
 
 @given(parts=st.lists(st.lists(dispatches, max_size=4), min_size=2, max_size=4), data=st.data())
-def test_the_order_of_adding_changes_no_count(parts: list[list[Any]], data: st.DataObject) -> None:
+def test_the_order_of_adding_changes_no_count(parts: list[list[Dispatch]], data: st.DataObject) -> None:
     snapshots = []
     for number, part in enumerate(parts):
         recorder = MetricsRecorder()
