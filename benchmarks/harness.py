@@ -1,6 +1,7 @@
 """What every benchmark shares: bars to clear, peers measured side by side, one way to report."""
 
 import argparse
+import gc
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -99,6 +100,8 @@ def _rotated(names: list[str], by: int) -> list[str]:
 
 
 def _seconds_per_item(work: Work) -> float:
+    # Nobody pays for the garbage that another one left.
+    gc.collect()
     start = perf_counter()
     work.run()
     return (perf_counter() - start) / work.items
