@@ -11,6 +11,7 @@ def ray_cluster() -> Iterator[None]:
     import ray
 
     ray.init(
+        address="local",
         num_cpus=4,
         resources={"disk": 2},
         namespace="raydispatch",

@@ -131,10 +131,7 @@ class SystemSettings(Settings):
 
     routers: int = Field(default=2, ge=1, le=1_000)
     batch_messages: int = Field(default=2_000, ge=1, description="messages that a gateway sends in one call at most")
-    window_calls: int = Field(default=8, ge=1, description="calls that a gateway has under way at once")
-    waiting_messages: int = Field(
-        default=10_000, ge=1, description="messages that wait in a gateway; more callers wait"
-    )
+    window_calls: int = Field(default=12, ge=1, description="calls that a gateway has under way at once")
     call_seconds: PositiveSeconds = Field(default=300.0, description="how long a caller waits for an outcome")
     start_seconds: PositiveSeconds = Field(default=60.0, description="how long actors may take to start")
     stop_seconds: float = Field(

@@ -106,12 +106,3 @@ def test_an_engine_that_cannot_be_found_is_a_sentence_and_exit_code_2(shop: Path
     assert shown.returncode == 2
     assert words in shown.stderr
     assert "Traceback" not in shown.stderr
-
-
-def test_the_demo_shows_every_kind_of_end(tmp_path: Path) -> None:
-    shown = raydispatch(tmp_path, "demo")
-
-    assert shown.returncode == 0, shown.stderr
-    for status in ("success", "invalid_message", "no_dispatcher", "circuit_open", "dispatcher_error"):
-        assert status in shown.stdout
-    assert "hunter2" not in shown.stdout

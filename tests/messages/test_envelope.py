@@ -10,7 +10,7 @@ from uuid import UUID
 import pytest
 
 from raydispatch.errors import DispatchError, InvalidParameter
-from raydispatch.messages.envelope import MAX_ID_LENGTH, SESSION_HEADER, Envelope
+from raydispatch.messages.envelope import MAX_ID_LENGTH, REPLY_TO_HEADER, SESSION_HEADER, Envelope
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -261,3 +261,13 @@ def test_nothing_changes_after_birth(name: str) -> None:
 def test_envelopes_have_no_subclasses() -> None:
     with pytest.raises(TypeError, match="no subclasses"):
         type("Special", (Envelope,), {})
+
+
+def test_who_waits_for_a_reply_is_remembered_along_the_chain() -> None:
+    asked = Envelope(1, message_type="Ask", headers={REPLY_TO_HEADER: "asker"})
+
+    caused = Envelope(2, message_type="Tell", correlation_id=asked.correlation_id).caused_by(asked)
+    other = Envelope(2, message_type="Tell").caused_by(asked)
+
+    assert caused.headers.get(REPLY_TO_HEADER) == "asker"
+    assert REPLY_TO_HEADER not in other.headers

@@ -25,7 +25,7 @@ def load_engine(app: str) -> DispatchEngine:
     """Import the module and freeze the engine in it, if it is not frozen yet."""
     module_name, separator, attribute = app.partition(":")
     if not module_name or not separator or not attribute:
-        raise InvalidParameter(f"--app must read MODULE:ENGINE, such as shop.orders:engine; not '{app}'.")
+        raise InvalidParameter(f"The engine must read MODULE:ENGINE, such as shop.orders:engine; not '{app}'.")
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:

@@ -7,20 +7,28 @@ from rich.console import Console
 from rich.markup import escape
 
 from raydispatch import __version__
-from raydispatch.cli.demo import demo
+from raydispatch.cli.demo.command import demo
+from raydispatch.cli.deploy import deploy
+from raydispatch.cli.down import down
 from raydispatch.cli.explain import explain
 from raydispatch.cli.lint import lint
 from raydispatch.cli.routes import routes
+from raydispatch.cli.scale import scale
+from raydispatch.cli.status import status
+from raydispatch.cli.top import top
 from raydispatch.errors import DispatchError
 
 app = typer.Typer(
-    help="Look at a dispatch engine: its routes, who gets a message and why, and what is most likely not meant.",
+    help="Look at a dispatch engine, and run it on a Ray cluster.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, routes, explain, lint):
-    app.command()(command)
+app.command()(demo)
+for command in (routes, explain, lint):
+    app.command(rich_help_panel="An engine: what would happen")(command)
+for on_ray in (deploy, status, top, scale, down):
+    app.command(rich_help_panel="A system on Ray: what happens")(on_ray)
 
 
 def _show_version(asked: bool) -> None:

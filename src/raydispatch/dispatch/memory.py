@@ -4,6 +4,8 @@ from uuid import UUID
 
 from raydispatch.dispatch.outcome import DispatchStatus, Outcome
 
+# To look up a status in a set takes longer than all the rest of `keep`: its hash is written in Python.
+_SUCCESS = DispatchStatus.SUCCESS
 _KEPT = frozenset((DispatchStatus.SUCCESS, DispatchStatus.PUBLISH_FAILED))
 
 
@@ -21,7 +23,7 @@ class OutcomeMemory:
 
     def keep(self, message_id: UUID, outcome: Outcome) -> None:
         """Remember an outcome, if it is one that must not happen again."""
-        if outcome.status not in _KEPT:
+        if outcome.status is not _SUCCESS and outcome.status not in _KEPT:
             return
         if len(self._young) >= self._half:
             self._old, self._young = self._young, {}
@@ -31,7 +33,7 @@ class OutcomeMemory:
         """The stored outcome, marked as a repeat; None if there is none."""
         key = message_id.int
         outcome = self._young.get(key) or self._old.get(key)
-        return outcome and outcome._replace(repeated=True)
+        return None if outcome is None else outcome._replace(repeated=True)
 
     def __contains__(self, message_id: UUID) -> bool:
         return message_id.int in self._young or message_id.int in self._old

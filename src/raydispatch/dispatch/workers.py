@@ -71,7 +71,8 @@ class Workers(Generic[JobT]):
         self._spare = False
         while self.waiting:
             job = self.waiting.popleft()
-            self._add_task()
+            if not self._spare:
+                self._add_task()
             await self._work(job)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

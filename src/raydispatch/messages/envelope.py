@@ -12,6 +12,8 @@ from raydispatch.messages.ids import new_id
 
 MAX_ID_LENGTH = 200
 SESSION_HEADER = "raydispatch-session"
+REPLY_TO_HEADER = "raydispatch-reply-to"
+"""Names the process that waits for a reply."""
 
 PayloadT = TypeVar("PayloadT")
 OtherT = TypeVar("OtherT")
@@ -137,6 +139,8 @@ class Envelope(Generic[PayloadT]):
         headers = self.headers
         if parent.session_id is not None and self.session_id is None:
             headers = {**headers, SESSION_HEADER: parent.session_id}
+        if self.correlation_id == parent.correlation_id and REPLY_TO_HEADER in parent.headers:
+            headers = {REPLY_TO_HEADER: parent.headers[REPLY_TO_HEADER], **headers}
         return replace(
             self,
             hops=max(self.hops, parent.hops + 1),
@@ -177,6 +181,38 @@ class Envelope(Generic[PayloadT]):
         draft.__class__ = Envelope
         copy: Envelope[OtherT] = draft
         return copy
+
+    @classmethod
+    def restored(
+        cls,
+        payload: PayloadT,
+        message_type: str,
+        topic: str,
+        key: str | None,
+        message_id: UUID,
+        correlation_id: UUID,
+        causation_id: UUID | None,
+        traceparent: str | None,
+        headers: Mapping[str, str] | None,
+        attempt: int,
+        hops: int,
+    ) -> "Envelope[PayloadT]":
+        """One that was an envelope before, in another process: what was checked there is not checked again."""
+        draft: Any = object.__new__(_Draft)
+        draft.payload = payload
+        draft.message_type = message_type
+        draft.topic = topic
+        draft.key = key
+        draft.message_id = message_id
+        draft.correlation_id = correlation_id
+        draft.causation_id = causation_id
+        draft.traceparent = traceparent
+        draft.headers = MappingProxyType(headers) if headers else _NO_HEADERS
+        draft.attempt = attempt
+        draft.hops = hops
+        draft.__class__ = Envelope
+        restored: Envelope[PayloadT] = draft
+        return restored
 
     def __init_subclass__(cls) -> None:
         if cls.__name__ != "_Draft":

@@ -1,0 +1,412 @@
+"""A replica: one handler of a dispatcher, in a Ray actor."""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from time import time
+from typing import Any, NamedTuple
+
+import ray
+from ray import cloudpickle
+
+from raydispatch.actors.circuit import CLOSED, Circuit, Report, ReportingBreaker
+from raydispatch.actors.outgoing import Outgoing
+from raydispatch.actors.wire import Item, Key, Part, decode, pack
+from raydispatch.delivery.dead_letters import FINAL_FAILURES, DeadLetter
+from raydispatch.dispatch.dispatcher import Dispatcher, DispatcherSpec
+from raydispatch.dispatch.memory import OutcomeMemory
+from raydispatch.dispatch.metrics import DispatchMetrics, MetricsRecorder
+from raydispatch.dispatch.middleware import Middleware
+from raydispatch.dispatch.outcome import DispatchStatus, Outcome
+from raydispatch.dispatch.sanitize import describe_exception
+from raydispatch.dispatch.workers import Workers
+from raydispatch.errors import ErrorCode
+from raydispatch.messages.ids import uuid_of
+from raydispatch.settings import EngineSettings, SystemSettings
+
+MAX_THREADS = 64
+QUIET_SECONDS = 5.0
+"""How long a part that must run alone waits for those that run already."""
+MOST_UNCOUNTED = 10_000
+
+_SUCCESS = DispatchStatus.SUCCESS
+
+
+class Duty(NamedTuple):
+    """What a replica is told at its birth. The handler is pickled by value, so that the main program can define it."""
+
+    system: str
+    replica_id: str
+    handler: bytes
+    """A pickled pair of spec and middleware."""
+    engine: EngineSettings
+    settings: SystemSettings
+    table_version: str
+
+
+class ReplicaLoad(NamedTuple):
+    """How a replica is."""
+
+    in_flight: int
+    running: int
+    handled: int
+    pid: int
+    node: str
+    circuit: str
+
+
+class Replica:
+    """Runs the messages of parts, as many at once as its spec allows, and remembers what it did.
+
+    Everything here runs in one event loop and in between awaits: no locks.
+    """
+
+    def __init__(self, duty: Duty, controller: Any) -> None:
+        self._duty = duty
+        self._controller = controller
+        self._dispatcher: Dispatcher | None = None
+        self._loading: asyncio.Task[Dispatcher] | None = None
+        self._memory = OutcomeMemory(duty.settings.remembered_ids)
+        self._running: dict[int, asyncio.Future[Outcome] | None] = {}
+        self._admitted = 0
+        self._has_suspect = False
+        """Whether a part that may kill this process has it for itself."""
+        self._outgoing: Outgoing | None = None
+        self._handled = 0
+        self._idle = asyncio.Event()
+        self._metrics = MetricsRecorder()
+        self._successes: list[float] = []
+        """Durations of plain successes that are not in the metrics yet."""
+        self._succeeded_at = 0.0
+        self._reporting: set[asyncio.Future[Any]] = set()
+
+    # Data
+
+    async def process(self, part: Part) -> list[Item | None]:
+        """What became of each message; None for those that there was no room for."""
+        try:
+            dispatcher = self._dispatcher or await self._load()
+        except Exception as error:
+            return [self._unstarted(error, part.route_ids[row]) for row in part.rows]
+        items: list[Item | None] = [None] * len(part.blobs)
+        if self._has_suspect:
+            return items
+        if part.alone:
+            await self._process_alone(_Batch(part, items, len(part.blobs)))
+            return items
+        count = min(len(part.blobs), dispatcher.spec.max_in_flight - self._admitted)
+        if count > 0:
+            await self._process(_Batch(part, items, count), count)
+        return items
+
+    async def _process_alone(self, batch: "_Batch") -> None:
+        """Nobody may die of this part: let those end that have begun, and admit nobody until it has ended itself."""
+        self._has_suspect = True
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(QUIET_SECONDS):
+                    await self._until_idle()
+            await self._process(batch, len(batch.part.blobs))
+        finally:
+            self._has_suspect = False
+
+    async def _process(self, batch: "_Batch", count: int) -> None:
+        self._admitted += count
+        try:
+            if count == 1 and self._workers.has_place:
+                await self._workers.do((batch, 0))
+            else:
+                self._workers.add([(batch, index) for index in range(count)])
+            await batch.done
+        finally:
+            self._admitted -= count
+            if self._admitted == 0:
+                self._idle.set()
+
+    async def _until_idle(self) -> None:
+        while self._admitted:
+            self._idle.clear()
+            await self._idle.wait()
+
+    # Control
+
+    async def start(self) -> str | None:
+        """Load and start the handler; what is wrong, if anything is."""
+        try:
+            await self._load()
+        except Exception as error:
+            return describe_exception(error)
+        return None
+
+    async def ping(self) -> bool:
+        """Whether the handler is well."""
+        if self._dispatcher is None:
+            return True
+        return all([await endpoint.target.is_healthy() for endpoint in self._dispatcher.endpoints.all()])
+
+    async def follow(self, circuit: Circuit, is_alert: bool = False) -> None:
+        """The controller's word on the circuit."""
+        breaker = (await self._load()).breaker
+        if isinstance(breaker, ReportingBreaker):
+            breaker.is_alert = breaker.is_alert or is_alert
+            if not is_alert:
+                breaker.follow(circuit, self._duty.replica_id)
+
+    async def use_table(self, version: str) -> None:
+        """The table that leads here from now on; dead letters name it."""
+        self._duty = self._duty._replace(table_version=version)
+
+    async def known(self, message_ids: Sequence[int]) -> list[bool]:
+        """Which of these messages it has handled, or is handling, or has waiting for a handler."""
+        waiting = set(map(_id_of, self._workers.waiting)) if self._dispatcher is not None else ()
+        return [
+            number in self._running or number in waiting or uuid_of(number) in self._memory for number in message_ids
+        ]
+
+    async def load(self) -> ReplicaLoad:
+        """How busy it is."""
+        breaker = self._dispatcher.breaker if self._dispatcher else None
+        node = ray.get_runtime_context().get_node_id()
+        state = breaker.state.value if breaker else "closed"
+        return ReplicaLoad(self._admitted, len(self._running), self._handled, os.getpid(), node, state)
+
+    async def metrics(self) -> DispatchMetrics:
+        """What it has counted since it was born."""
+        self._count_successes()
+        return self._metrics.snapshot()
+
+    async def drain(self, seconds: float) -> bool:
+        """Wait until nothing is under way, then stop the handler; False if the time was too short."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._until_idle()
+                if self._outgoing is not None:
+                    await self._outgoing.drained()
+        except TimeoutError:
+            return False
+        finally:
+            if self._dispatcher is not None:
+                await self._dispatcher.stop()
+        return True
+
+    # One message
+
+    async def _one(self, job: "tuple[_Batch, int]") -> None:
+        batch, index = job
+        part = batch.part
+        key = part.rows[index]
+        try:
+            outcome = await self._outcome(part.blobs[index], part.keys[key], part.route_ids[key], part.resent)
+        except BaseException as error:
+            # Nothing may leave a batch waiting for ever.
+            outcome = self._failed(error, part.route_ids[key])
+            if isinstance(error, asyncio.CancelledError):
+                batch.end(index, outcome)
+                raise
+        item = pack(outcome)
+        batch.end(index, item)
+        self._handled += 1
+        if type(item) is float:
+            self._successes.append(item)
+            self._succeeded_at = time()
+            if len(self._successes) >= MOST_UNCOUNTED:
+                self._count_successes()
+        elif not outcome.repeated:
+            self._metrics.record_outcome(outcome)
+
+    async def _outcome(self, blob: bytes, key: Key, route_id: str, resent: bool) -> Outcome:
+        try:
+            envelope = decode(blob, key)
+        except Exception as error:
+            message = f"its payload cannot be read here: {describe_exception(error)}"
+            return Outcome(
+                self._id, DispatchStatus.INVALID_MESSAGE, route_id, error_code=ErrorCode.PAYLOAD_INVALID,
+                error_type=type(error).__name__, error_message=message,
+            )  # fmt: skip
+        number = envelope.message_id.int
+        stored = self._memory.recall(envelope.message_id)
+        if stored is not None:
+            return stored
+        if number in self._running:
+            return await self._joined(number)
+        if resent and self._at_most_once:
+            return _ended(
+                self._id, route_id, ErrorCode.REPLICA_LOST, "it was sent before, and may have run: it is not run again"
+            )
+        if resent:
+            envelope = envelope.with_attempt(envelope.attempt + 1)
+        self._running[number] = None
+        try:
+            started = time()
+            outcome = await self._run(envelope, route_id)
+            if outcome.reply is not None:
+                outcome = _portable(outcome)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # Further out it would end the event loop, and leave a process that answers nobody.
+            outcome = _ended(self._id, route_id, ErrorCode.HANDLER_EXCEPTION, describe_exception(error), error)
+        except BaseException as error:
+            self._end_running(number, self._failed(error, route_id))
+            raise
+        self._memory.keep(envelope.message_id, outcome)
+        self._end_running(number, outcome)
+        if outcome.status is not _SUCCESS and outcome.status in FINAL_FAILURES:
+            started_at = datetime.fromtimestamp(started, UTC)
+            # As it came: the handler may have changed the payload to something that does not pickle.
+            envelope = decode(blob, key).with_attempt(envelope.attempt)
+            letter = DeadLetter(key[0], envelope, outcome, started_at, datetime.now(UTC), self._duty.table_version)
+            self._tell(self._controller.bury.remote(cloudpickle.dumps(letter)))
+        return outcome
+
+    def _count_successes(self) -> None:
+        """Plain successes are only noted, and counted when somebody asks: that saves a tenth of a message's time."""
+        if self._successes:
+            at = datetime.fromtimestamp(self._succeeded_at, UTC)
+            self._metrics.record_successes(self._id, self._successes, at)
+            self._successes = []
+
+    async def _joined(self, number: int) -> Outcome:
+        """The same message runs already: wait for that."""
+        waiting = self._running[number]
+        if waiting is None:
+            waiting = self._running[number] = asyncio.get_running_loop().create_future()
+        return (await asyncio.shield(waiting))._replace(repeated=True)
+
+    def _end_running(self, number: int, outcome: Outcome) -> None:
+        waiting = self._running.pop(number)
+        if waiting is not None:
+            waiting.set_result(outcome)
+
+    def _failed(self, error: BaseException, route_id: str) -> Outcome:
+        return _ended(self._id, route_id, ErrorCode.REPLICA_LOST, describe_exception(error), error)
+
+    def _unstarted(self, error: Exception, route_id: str) -> Outcome:
+        # The handler may be what could not be loaded, and its id with it.
+        dispatcher_id = self._duty.replica_id.rpartition("-")[0]
+        return _ended(dispatcher_id, route_id, ErrorCode.START_FAILED, describe_exception(error), error)
+
+    # Being born
+
+    async def _load(self) -> Dispatcher:
+        if self._dispatcher is not None:
+            return self._dispatcher
+        if self._loading is None:
+            self._loading = asyncio.get_running_loop().create_task(self._load_once())
+        loading = self._loading
+        try:
+            return await asyncio.shield(loading)
+        except Exception:
+            if self._loading is loading:
+                self._loading = None  # The next message may find things better.
+            raise
+
+    async def _load_once(self) -> Dispatcher:
+        spec: DispatcherSpec
+        middleware: Sequence[Middleware]
+        spec, middleware = cloudpickle.loads(self._duty.handler)
+        self._id = spec.dispatcher_id
+        self._at_most_once = spec.at_most_once
+        if self._outgoing is None:  # Else an earlier try got so far.
+            loop = asyncio.get_running_loop()
+            loop.set_default_executor(ThreadPoolExecutor(min(spec.concurrency, MAX_THREADS), "raydispatch handler"))
+            self._outgoing = Outgoing(self._duty.system, self._duty.engine, self._duty.settings)
+        self._workers: Workers[tuple[_Batch, int]] = Workers(spec.concurrency, self._one, lambda: None)
+        breaker = None
+        if spec.breaker is not None:
+            breaker = ReportingBreaker(spec.breaker, report=self._report, on_change=lambda state: None)
+        engine = self._duty.engine
+        dispatcher = Dispatcher(
+            replace(spec, replicas=1),
+            middleware=middleware,
+            slow_sync_handler_seconds=engine.slow_sync_handler_seconds,
+            publish=self._outgoing.accept,
+            max_hops=engine.max_hops,
+            health_seconds=engine.health_interval_seconds,
+            breaker=breaker,
+        )
+        self._run = dispatcher.run
+        await dispatcher.start()
+        if breaker is not None:
+            breaker.follow(await self._known_circuit(), self._duty.replica_id)
+        self._dispatcher = dispatcher
+        return dispatcher
+
+    async def _known_circuit(self) -> Circuit:
+        """What the others know of the circuit: it survives this replica's restart."""
+        try:
+            async with asyncio.timeout(2):
+                circuit: Circuit = await self._controller.circuit.remote(self._id)
+                return circuit
+        except Exception:
+            return CLOSED
+
+    def _report(self, report: Report) -> None:
+        self._tell(self._controller.report.remote(self._id, self._duty.replica_id, report))
+
+    def _tell(self, reference: Any) -> None:
+        """Wait for it in the background: a call whose reference is dropped at once might be given up."""
+        telling = asyncio.ensure_future(_quietly(reference))
+        self._reporting.add(telling)
+        telling.add_done_callback(self._reporting.discard)
+
+
+class _Batch:
+    """A part on its way through the workers."""
+
+    __slots__ = ("_left", "done", "items", "part")
+
+    def __init__(self, part: Part, items: "list[Item | None]", count: int) -> None:
+        self.part = part
+        self.items = items
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._left = count
+
+    def end(self, index: int, item: Item) -> None:
+        self.items[index] = item
+        self._left -= 1
+        if self._left == 0 and not self.done.done():
+            self.done.set_result(None)
+
+
+def _id_of(job: "tuple[_Batch, int]") -> int | None:
+    """The message id of a job that waits; None if it cannot be read."""
+    batch, index = job
+    try:
+        return decode(batch.part.blobs[index], batch.part.keys[batch.part.rows[index]]).message_id.int
+    except Exception:
+        return None
+
+
+def _ended(
+    dispatcher_id: str, route_id: str, code: ErrorCode, message: str, error: BaseException | None = None
+) -> Outcome:
+    return Outcome(
+        dispatcher_id, DispatchStatus.DISPATCHER_ERROR, route_id, error_code=code,
+        error_type=type(error).__name__ if error is not None else None, error_message=message,
+    )  # fmt: skip
+
+
+def _portable(outcome: Outcome) -> Outcome:
+    """A reply that does not pickle is the handler's fault; found here, it costs nobody else anything."""
+    try:
+        cloudpickle.dumps(outcome.reply)
+    except Exception as error:
+        return outcome._replace(
+            status=DispatchStatus.DISPATCHER_ERROR, reply=None, error_code=ErrorCode.HANDLER_RESULT,
+            error_type=type(error).__name__,
+            error_message=f"its reply cannot be sent to another process: {describe_exception(error)}",
+        )  # fmt: skip
+    return outcome
+
+
+async def _quietly(reference: Any) -> None:
+    # While the controller is away, replicas decide alone.
+    with suppress(Exception):
+        await reference
+
+
+# No concurrency groups: in an async actor each would be a thread and an event loop of its own.
+ReplicaActor = ray.remote(Replica)

@@ -1,0 +1,213 @@
+"""A router: matches, splits, sends and merges. It keeps nothing of a message, and never looks into one."""
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Callable
+from time import monotonic, perf_counter
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+from raydispatch.actors.choices import Choices
+from raydispatch.actors.circuit import CLOSED, Circuit
+from raydispatch.actors.courier import NO_REPLICA_SECONDS, Courier
+from raydispatch.actors.plan import Plan, Target
+from raydispatch.actors.wire import Delivery, Item, Key, Parcel, Selection
+from raydispatch.dispatch.metrics import DispatchMetrics, MetricsRecorder
+from raydispatch.dispatch.outcome import DispatchStatus, Outcome, worst_status
+from raydispatch.errors import ErrorCode
+from raydispatch.messages.topic import category_of
+from raydispatch.settings import SystemSettings
+
+_SUCCESS = DispatchStatus.SUCCESS
+
+
+class RouterLoad(NamedTuple):
+    """How a router is."""
+
+    in_flight: int
+    routed: int
+    table_version: str
+    pid: int
+    generation: int
+
+
+class Router:
+    """Routes parcels by the table it holds. A parcel that has begun keeps its table to the end.
+
+    Runs in one event loop: no locks.
+    """
+
+    def __init__(self, system: str, settings: SystemSettings, controller: Any) -> None:
+        self._system = system
+        self._settings = settings
+        self._controller = controller
+        self._plan: Plan | None = None
+        self._targets: dict[str, Target] = {}
+        self._choices = Choices()
+        self._under_way: dict[int, int] = {}
+        """Messages, by the generation of the plan that they are routed by."""
+        self._routed = 0
+        self._ended = asyncio.Event()
+        self._metrics = MetricsRecorder(most_topics=settings.metric_topics)
+        self._courier = Courier(self._metrics, self._bury, self._watch)
+        self._watching: asyncio.Task[None] | None = None
+
+    # Data
+
+    async def route(self, parcel: Parcel) -> Delivery:
+        """Send every message to its dispatchers, the higher priorities first, and put their outcomes together."""
+        deadline = monotonic() + parcel.seconds
+        plan = self._plan or await self._planned(deadline)
+        if plan is None:
+            return _unplanned(parcel)
+        started = perf_counter()
+        self._begun(plan, len(parcel.rows))
+        try:
+            choices = self._choices.of(plan.table, parcel.keys)
+            routed_ms = (perf_counter() - started) * 1000.0
+            items = await self._courier.send_all(parcel, choices, self._targets, deadline)
+        finally:
+            self._begun(plan, -len(parcel.rows))
+        self._routed += len(parcel.rows)
+        selections = [choice.selection for choice in choices]
+        self._count(parcel, selections, items, (perf_counter() - started) * 1000.0, routed_ms)
+        return Delivery(plan.table.version, selections, items)
+
+    # Control
+
+    async def follow(self, plan: Plan) -> None:
+        """Route by this from the next parcel on."""
+        if self._plan is None or plan.generation >= self._plan.generation:
+            self._adopt(plan)
+
+    async def follow_circuit(self, dispatcher_id: str, circuit: Circuit) -> None:
+        """The controller's word on one circuit."""
+        target = self._targets.get(dispatcher_id)
+        if target is not None:
+            target.follow(circuit)
+
+    async def plan(self) -> Plan | None:
+        """What it was told last, for a controller that was restarted."""
+        return self._plan and self._plan._replace(
+            circuits={name: target.circuit for name, target in self._targets.items()}
+        )
+
+    async def ping(self) -> bool:
+        """It answers."""
+        return True
+
+    async def load(self) -> RouterLoad:
+        """How busy it is."""
+        version = self._plan.table.version if self._plan else ""
+        generation = self._plan.generation if self._plan else 0
+        return RouterLoad(sum(self._under_way.values()), self._routed, version, os.getpid(), generation)
+
+    async def metrics(self) -> DispatchMetrics:
+        """What it has counted since it was born."""
+        return self._metrics.snapshot()
+
+    async def drain(self, seconds: float) -> bool:
+        """Wait until nothing is under way; False if the time was too short."""
+        return await self._wait_for(seconds, lambda: not self._under_way)
+
+    async def settled(self, seconds: float) -> bool:
+        """Wait until nothing is under way by an earlier plan, so that nobody is sent what only that one knew."""
+        generation = self._plan.generation if self._plan else 0
+        return await self._wait_for(seconds, lambda: all(older >= generation for older in self._under_way))
+
+    async def _wait_for(self, seconds: float, condition: Callable[[], bool]) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    self._ended.clear()
+                    await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _begun(self, plan: Plan, messages: int) -> None:
+        """So many are under way by a plan, or so many less."""
+        left = self._under_way.get(plan.generation, 0) + messages
+        if left:
+            self._under_way[plan.generation] = left
+        else:
+            self._under_way.pop(plan.generation, None)
+            self._ended.set()
+
+    # Knowing who is there
+
+    async def _planned(self, deadline: float) -> Plan | None:
+        """Born again, or asked early: the controller knows."""
+        while self._plan is None:
+            left = deadline - monotonic()
+            if left <= 0:
+                return None
+            try:
+                await self.follow(await asyncio.wait_for(self._controller.plan.remote(), min(left, 5)))
+            except (RayError, TimeoutError):
+                await asyncio.sleep(min(left, NO_REPLICA_SECONDS))
+        return self._plan
+
+    def _adopt(self, plan: Plan) -> None:
+        # Another dict: parcels that have begun keep theirs, with all dispatchers that their table knows.
+        targets: dict[str, Target] = {}
+        for dispatcher_id, replicas in plan.replicas.items():
+            target = targets[dispatcher_id] = self._targets.get(dispatcher_id) or Target(dispatcher_id)
+            target.adopt(replicas, plan.rules[dispatcher_id])
+            target.follow(plan.circuits.get(dispatcher_id, CLOSED))
+        self._targets = targets
+        self._plan = plan
+
+    def _bury(self, key: Key, blob: bytes, outcome: Outcome) -> None:
+        version = self._plan.table.version if self._plan else ""
+        self._controller.bury_lost.remote(key, blob, outcome, version)
+
+    def _watch(self) -> None:
+        """Ask the quarantined ones until they are well: Ray restarts them."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.get_running_loop().create_task(self._ask_quarantined())
+
+    async def _ask_quarantined(self) -> None:
+        while sick := [target for target in self._targets.values() if target.endpoints.is_any_quarantined]:
+            await asyncio.gather(*(target.endpoints.check(_ping, 2.0) for target in sick))
+            await asyncio.sleep(0.2)
+
+    def _count(
+        self,
+        parcel: Parcel,
+        selections: list[Selection],
+        items: list[list[Item]],
+        duration_ms: float,
+        routed_ms: float,
+    ) -> None:
+        """All messages of a parcel take the same time, so that those of one key and status count as one."""
+        routed_each = routed_ms / max(1, len(parcel.keys))
+        statuses = [_SUCCESS if chosen.fault is None else DispatchStatus(chosen.fault[0]) for chosen in selections]
+        ended = Counter(
+            (row, statuses[row])
+            if all(type(item) is float for item in outcomes)
+            else (row, worst_status([item for item in outcomes if isinstance(item, Outcome)]))
+            for row, outcomes in zip(parcel.rows, items, strict=True)
+        )
+        counted = ((parcel.keys[row][0], status, count) for (row, status), count in ended.items())
+        self._metrics.record_many(
+            ((topic, category_of(topic), status, count) for topic, status, count in counted), duration_ms, routed_each
+        )
+
+
+def _unplanned(parcel: Parcel) -> Delivery:
+    """Nobody could say in time where anything goes."""
+    words = "the router found no controller in time, and knows no routes"
+    fault = (DispatchStatus.TIMEOUT.value, ErrorCode.TIME_LIMIT.value, words)
+    return Delivery("", [Selection((), fault)] * len(parcel.keys), [[] for _ in parcel.rows])
+
+
+async def _ping(replica: Any) -> bool:
+    return bool(await replica.ping.remote())
+
+
+# No concurrency groups: in an async actor each would be a thread and an event loop of its own.
+RouterActor = ray.remote(Router)
