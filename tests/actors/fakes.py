@@ -343,7 +343,8 @@ class Switchboard:
     async def route(self, *messages: tuple[str, Envelope[Any]], **options: Any) -> Delivery:
         if self.generation == 0:
             await self.follow()
-        return await self.router.route(parcel_of(messages, **options))
+        delivery = await self.router.route(parcel_of(messages, **options))
+        return delivery._replace(items=delivery.by_message(), is_flat=False)
 
     async def follow(self, table: RouteTable | None = None, **circuits: Circuit) -> None:
         self.table = table or self.table

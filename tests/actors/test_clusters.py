@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 from tests.actors.helping import wait_until
@@ -71,7 +73,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ADDRESS": f"127.0.0.1:{port}",
     }
-    head = ["--head", f"--port={port}", "--include-dashboard=true", f"--dashboard-port={dashboard}"]
+    # Its own folder, since Ray notes there which cluster is the one of this machine; a short one, for names of sockets.
+    folder = mkdtemp(prefix="rd-")
+    head = [
+        "--head",
+        f"--temp-dir={folder}",
+        f"--port={port}",
+        "--include-dashboard=true",
+        f"--dashboard-port={dashboard}",
+    ]
     nodes = []
     try:
         for place, resource in ((head, "node-1"), ([f"--address=127.0.0.1:{port}"], "node-2")):
@@ -85,6 +95,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         for process in nodes:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def node(place: list[str], resource: str, environment: dict[str, str], log: Path) -> "subprocess.Popen[bytes]":

@@ -141,7 +141,7 @@ def test_a_router_that_was_born_again_asks_for_the_plan() -> None:
 
         delivery = await router.route(parcel_of(orders(1)))
 
-        assert delivery.items == [[1.0]]
+        assert delivery.by_message() == [[1.0]]
         assert (await router.load()).generation == 7
 
     run(story())

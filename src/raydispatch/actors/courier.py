@@ -37,8 +37,8 @@ class Courier:
 
     async def send_all(
         self, parcel: Parcel, choices: list[Choice], targets: dict[str, Target], deadline: float
-    ) -> list[list[Item]]:
-        """For each message, an item for each of its dispatchers, in their order."""
+    ) -> tuple[list[Any], bool]:
+        """For each message, an item for each of its dispatchers, in their order; and whether that is one for all."""
         lone = choices[0].lone if choices else None
         if lone is not None and all(choice.lone == lone for choice in choices):
             # All to one dispatcher: nothing to split, nothing to put together.
@@ -46,7 +46,7 @@ class Courier:
             part = Part(parcel.keys, parcel.rows, route_ids, parcel.blobs, parcel.resent)
             everyone = range(len(parcel.rows))
             items = await self._send(targets.get(lone), lone, part, parcel.ids, everyone, deadline)
-            return [[item] for item in items]
+            return items, True
         by_row: list[list[Item]] = [[] for _ in parcel.rows]
         for stage in range(max((len(choice.stages) for choice in choices), default=0)):
             parts = split(parcel, choices, stage)
@@ -69,7 +69,7 @@ class Courier:
             for position, row in enumerate(parcel.rows):
                 for column in columns[row]:
                     by_row[position].append(column[position])
-        return by_row
+        return by_row, False
 
     async def _send(
         self,
@@ -176,7 +176,8 @@ class Courier:
                 call = endpoint.target.process.remote(part)
             except STORE_FULL:
                 return [None] * count  # Nothing was sent: as if there had been no room.
-            answers: list[Item | None] = await asyncio.wait_for(call, seconds)
+            async with asyncio.timeout(seconds):
+                answers: list[Item | None] = await call
             return answers
         except LOSSES:
             # Of several calls that are lost together, the last one to hear of it is not alone, though it seems so.

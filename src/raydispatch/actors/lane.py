@@ -14,6 +14,8 @@ MAX_PARCEL_BYTES = 16_000_000
 
 FEW_CALLS = 4
 """With so many under way, another one waits until it is full: fewer and larger ones cost less."""
+SMALL_BATCH = 100
+"""Messages that it is not worth to share out over several calls."""
 
 Entry: TypeAlias = "tuple[Message, asyncio.Future[DispatchResult]]"
 SendBatch: TypeAlias = Callable[[Sequence[Message]], Awaitable[list[DispatchResult]]]
@@ -62,8 +64,8 @@ class Lane:
         self._flush()
 
     def _flush(self) -> None:
-        while self._waiting and len(self._calls) < self._most_calls:
-            if batch := self._take():
+        while self._waiting and (free := self._most_calls - len(self._calls)) > 0:
+            if batch := self._take(self._size(free)):
                 try:
                     # On its way already when this returns, though the event loop may be busy for long.
                     sent = self._send_batch([message for message, _ in batch])
@@ -79,9 +81,13 @@ class Lane:
         full = len(self._waiting) >= self._settings.batch_messages
         return self._settings.window_calls if full else min(FEW_CALLS, self._settings.window_calls)
 
-    def _take(self) -> list[Entry]:
+    def _size(self, free: int) -> int:
+        """Of the next call: what waits is shared out, so that one part travels while another is worked on."""
+        return min(max(-(-len(self._waiting) // free), SMALL_BATCH), self._settings.batch_messages)
+
+    def _take(self, most: int) -> list[Entry]:
         batch: list[Entry] = []
-        waiting, most = self._waiting, self._settings.batch_messages
+        waiting = self._waiting
         size = 0
         while waiting and len(batch) < most:
             entry = waiting.popleft()

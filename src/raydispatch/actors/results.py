@@ -29,15 +29,17 @@ def results_of(
     route_id: str | None
     outcomes: tuple[Outcome, ...]
     outputs: tuple[str, ...]
+    is_flat = delivery.is_flat
     for row, (key, envelope, _), items in zip(parcel.rows, messages, delivery.items, strict=True):
         target = lone[row]
-        if target is not None and type(items[0]) is float:
+        item = items if is_flat else items[0] if target is not None else None
+        if target is not None and type(item) is float:
             # A plain success of one dispatcher, as most are: a quarter of the time that the other way takes.
             status, code, error, outputs = _SUCCESS, None, None, ()
             dispatcher_id, route_id = target
-            outcomes = (unpack(items[0], dispatcher_id, route_id),)
+            outcomes = (unpack(item, dispatcher_id, route_id),)
         else:
-            status, code, error, outcomes = _summary(delivery.selections[row], items)
+            status, code, error, outcomes = _summary(delivery.selections[row], (items,) if is_flat else items)
             dispatcher_id, route_id = (outcomes[0].dispatcher_id, outcomes[0].route_id) if outcomes else (None, None)
             outputs = tuple([topic for one in outcomes if one.status is _SUCCESS for topic in one.outputs])
         trace = (envelope.trace_id, envelope.span_id) if envelope.traceparent is not None else _NO_TRACE

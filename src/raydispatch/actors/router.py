@@ -14,7 +14,7 @@ from raydispatch.actors.choices import Choices
 from raydispatch.actors.circuit import CLOSED, Circuit
 from raydispatch.actors.courier import NO_REPLICA_SECONDS, Courier
 from raydispatch.actors.plan import Plan, Target
-from raydispatch.actors.wire import Delivery, Item, Key, Parcel, Selection
+from raydispatch.actors.wire import Delivery, Key, Parcel, Selection
 from raydispatch.dispatch.metrics import DispatchMetrics, MetricsRecorder
 from raydispatch.dispatch.outcome import DispatchStatus, Outcome, worst_status
 from raydispatch.errors import ErrorCode
@@ -68,13 +68,14 @@ class Router:
         try:
             choices = self._choices.of(plan.table, parcel.keys)
             routed_ms = (perf_counter() - started) * 1000.0
-            items = await self._courier.send_all(parcel, choices, self._targets, deadline)
+            items, is_flat = await self._courier.send_all(parcel, choices, self._targets, deadline)
         finally:
             self._begun(plan, -len(parcel.rows))
         self._routed += len(parcel.rows)
         selections = [choice.selection for choice in choices]
-        self._count(parcel, selections, items, (perf_counter() - started) * 1000.0, routed_ms)
-        return Delivery(plan.table.version, selections, items)
+        delivery = Delivery(plan.table.version, selections, items, is_flat)
+        self._count(parcel, delivery, (perf_counter() - started) * 1000.0, routed_ms)
+        return delivery
 
     # Control
 
@@ -175,27 +176,26 @@ class Router:
             await asyncio.gather(*(target.endpoints.check(_ping, 2.0) for target in sick))
             await asyncio.sleep(0.2)
 
-    def _count(
-        self,
-        parcel: Parcel,
-        selections: list[Selection],
-        items: list[list[Item]],
-        duration_ms: float,
-        routed_ms: float,
-    ) -> None:
+    def _count(self, parcel: Parcel, delivery: Delivery, duration_ms: float, routed_ms: float) -> None:
         """All messages of a parcel take the same time, so that those of one key and status count as one."""
         routed_each = routed_ms / max(1, len(parcel.keys))
-        statuses = [_SUCCESS if chosen.fault is None else DispatchStatus(chosen.fault[0]) for chosen in selections]
-        ended = Counter(
-            (row, statuses[row])
-            if all(type(item) is float for item in outcomes)
-            else (row, worst_status([item for item in outcomes if isinstance(item, Outcome)]))
-            for row, outcomes in zip(parcel.rows, items, strict=True)
-        )
-        counted = ((parcel.keys[row][0], status, count) for (row, status), count in ended.items())
+        counted = [(parcel.keys[row][0], status, count) for (row, status), count in _ends(parcel, delivery).items()]
         self._metrics.record_many(
             ((topic, category_of(topic), status, count) for topic, status, count in counted), duration_ms, routed_each
         )
+
+
+def _ends(parcel: Parcel, delivery: Delivery) -> dict[tuple[int, DispatchStatus], int]:
+    """How many messages of each key ended how."""
+    if delivery.is_flat and set(map(type, delivery.items)) == {float}:
+        return {(row, _SUCCESS): count for row, count in Counter(parcel.rows).items()}
+    statuses = [_SUCCESS if one.fault is None else DispatchStatus(one.fault[0]) for one in delivery.selections]
+    return Counter(
+        (row, statuses[row])
+        if all(type(item) is float for item in outcomes)
+        else (row, worst_status([item for item in outcomes if isinstance(item, Outcome)]))
+        for row, outcomes in zip(parcel.rows, delivery.by_message(), strict=True)
+    )
 
 
 def _unplanned(parcel: Parcel) -> Delivery:

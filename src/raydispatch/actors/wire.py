@@ -84,8 +84,14 @@ class Delivery(NamedTuple):
     table_version: str
     selections: list[Selection]
     """For each key."""
-    items: list[list[Item]]
-    """For each message, an item for each of its dispatchers."""
+    items: list[Any]
+    """For each message, a list with an item for each of its dispatchers."""
+    is_flat: bool = False
+    """Whether every message has one dispatcher, and so an item instead of a list: a third less to send."""
+
+    def by_message(self) -> list[list[Item]]:
+        """The items as lists, flat or not."""
+        return [[item] for item in self.items] if self.is_flat else self.items
 
 
 def message_of(topic: str, envelope: Envelope[Any]) -> Message:
