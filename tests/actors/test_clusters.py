@@ -132,7 +132,12 @@ def test_a_job_runs_a_system_over_two_nodes(cluster: dict[str, str], tmp_path: P
     program = tmp_path / "job.py"
     program.write_text(TWO_NODES)
 
-    done = run(cluster, RAY, "job", "submit", "--address", cluster["DASHBOARD"], "--", sys.executable, str(program))
+    submit = (RAY, "job", "submit", "--address", cluster["DASHBOARD"], "--", sys.executable, str(program))
+    done = run(cluster, *submit)
+    for _ in range(20):
+        # The part of a new cluster that takes jobs comes up last.
+        if "No available agent" in done.stderr:
+            done = run(cluster, *submit)
 
     assert '{"messages": 2000, "nodes": 2, "status": 2}' in done.stdout, done.stdout + done.stderr
 

@@ -96,6 +96,11 @@ class Router:
             circuits={name: target.circuit for name, target in self._targets.items()}
         )
 
+    async def circuit(self, dispatcher_id: str) -> Circuit | None:
+        """What it was told of a circuit last; None of a dispatcher that it does not know."""
+        target = self._targets.get(dispatcher_id)
+        return None if target is None else target.circuit
+
     async def ping(self) -> bool:
         """It answers."""
         return True
