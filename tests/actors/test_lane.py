@@ -7,7 +7,7 @@ from tests.actors.fakes import SETTINGS, TOPIC, run, turns
 
 from raydispatch import Envelope
 from raydispatch.actors import lane as module
-from raydispatch.actors.lane import FEW_CALLS, Lane
+from raydispatch.actors.lane import FEW_CALLS, Lane, Pending
 from raydispatch.actors.wire import Message
 from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus
 from raydispatch.messages.ids import new_id
@@ -21,7 +21,7 @@ class Street:
         self.answers: list[asyncio.Future[list[DispatchResult]]] = []
         self.lane = Lane(SETTINGS.model_copy(update=settings), self._send_batch)
 
-    def send(self, *payloads: int, size: int = 1) -> "list[asyncio.Future[DispatchResult]]":
+    def send(self, *payloads: int, size: int = 1) -> list[Pending]:
         futures = [self.lane.send(Message((TOPIC, "Order"), Envelope(one), b"x" * size)) for one in payloads]
         for future in futures:
             future.add_done_callback(lambda done: done.cancelled() or done.exception())  # Nobody need ask for it.
@@ -53,6 +53,38 @@ def test_messages_of_one_turn_go_in_one_call_and_each_gets_its_own_result() -> N
 
         assert street.batches == [[1, 2, 3]]
         assert [future.result().route_id for future in futures] == ["1", "2", "3"]
+
+    run(story())
+
+
+def test_a_message_can_be_made_a_task_like_a_coroutine() -> None:
+    async def story() -> None:
+        street = Street()
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(sent) for sent in street.send(1, 2)]
+            await turns()
+            await street.answer(0)
+
+        assert [task.result().route_id for task in tasks] == ["1", "2"]
+
+    run(story())
+
+
+def test_a_message_whose_task_is_cancelled_before_it_goes_is_not_sent() -> None:
+    async def story() -> None:
+        street = Street(window_calls=1)
+        await street.send_in_turns(1)
+        (waiting,) = street.send(2)
+        task = asyncio.create_task(waiting)
+        await turns()
+
+        task.cancel()
+        await asyncio.wait([task])
+        await street.answer(0)
+
+        assert task.cancelled()
+        assert street.batches == [[1]]
 
     run(story())
 

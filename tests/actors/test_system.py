@@ -148,6 +148,12 @@ def test_one_bad_message_costs_its_batch_nothing(system: DispatchSystem) -> None
     assert results[500].status is DispatchStatus.INVALID_MESSAGE
 
 
+def test_one_message_is_all_that_asyncio_run_needs(system: DispatchSystem) -> None:
+    result = asyncio.run(system.dispatch_async(TOPIC, Envelope({"number": 1}, message_type="Order")))
+
+    assert result.status is DispatchStatus.SUCCESS
+
+
 def test_tasks_and_threads_share_a_system(system: DispatchSystem) -> None:
     statuses: list[DispatchStatus] = []
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ray.exceptions import RayError
 
-from raydispatch.actors.lane import Lane
+from raydispatch.actors.lane import Lane, Pending
 from raydispatch.actors.results import nowhere, results_of
 from raydispatch.actors.wire import LOSSES, STORE_FULL, Delivery, Message, Parcel, parcel_of
 from raydispatch.dispatch.endpoints import Endpoint, Endpoints
@@ -50,7 +50,7 @@ class Gateway:
         """When to ask for the routers again, since one of them failed."""
         self._looking: asyncio.Task[None] | None = None
 
-    def send(self, message: Message) -> "asyncio.Future[DispatchResult]":
+    def send(self, message: Message) -> Pending:
         """Send one message, together with whatever else is waiting; the future is its result."""
         loop = asyncio.get_running_loop()
         lane = self._lanes.get(loop) or self._new_lane(loop)

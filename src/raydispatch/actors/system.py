@@ -182,9 +182,11 @@ class DispatchSystem:
         """Send one message to all its dispatchers, and wait for their outcomes."""
         return self._call(self._front.dispatch(topic, envelope))
 
-    async def dispatch_async(self, topic: str, envelope: Envelope[Any]) -> DispatchResult:
-        """As `dispatch`; thousands at a time go in batches."""
-        return await self._front.begin(topic, envelope)
+    def dispatch_async(self, topic: str, envelope: Envelope[Any]) -> Coroutine[Any, Any, DispatchResult]:
+        """As `dispatch`; thousands at a time go in batches. In an event loop, a message is on its way at once."""
+        if asyncio._get_running_loop() is None:
+            return self._front.dispatch(topic, envelope)  # For `asyncio.run`, and the like.
+        return self._front.begin(topic, envelope)
 
     def dispatch_many(self, messages: Iterable[tuple[str, Envelope[Any]]]) -> Iterator[DispatchResult]:
         """Send many, in batches; the results come in the order of the messages.
