@@ -344,7 +344,7 @@ class Switchboard:
         if self.generation == 0:
             await self.follow()
         delivery = await self.router.route(parcel_of(messages, **options))
-        return delivery._replace(items=delivery.by_message(), is_flat=False)
+        return delivery._replace(selections=delivery.by_key(), items=delivery.by_message(), lone=None)
 
     async def follow(self, table: RouteTable | None = None, **circuits: Circuit) -> None:
         self.table = table or self.table

@@ -151,7 +151,7 @@ def test_even_full_batches_wait_while_the_window_is_full() -> None:
     run(story())
 
 
-@pytest.mark.parametrize(("size", "batches"), [(30, [[1, 2, 3], [4]]), (60, [[1], [2], [3], [4]]), (500, [[1], [2]])])
+@pytest.mark.parametrize(("size", "batches"), [(30, [[1, 2, 3], [4]]), (60, [[1], [2], [3]]), (500, [[1], [2]])])
 def test_a_call_has_so_many_bytes_and_no_more_unless_it_is_one_message(
     size: int, batches: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,8 +37,9 @@ class Courier:
 
     async def send_all(
         self, parcel: Parcel, choices: list[Choice], targets: dict[str, Target], deadline: float
-    ) -> tuple[list[Any], bool]:
-        """For each message, an item for each of its dispatchers, in their order; and whether that is one for all."""
+    ) -> tuple[list[Any], str | None]:
+        """For each message, an item for each of its dispatchers, in their order; or, if there is one dispatcher for
+        all, just an item for each message, and who that is."""
         lone = choices[0].lone if choices else None
         if lone is not None and all(choice.lone == lone for choice in choices):
             # All to one dispatcher: nothing to split, nothing to put together.
@@ -46,7 +47,7 @@ class Courier:
             part = Part(parcel.keys, parcel.rows, route_ids, parcel.blobs, parcel.resent)
             everyone = range(len(parcel.rows))
             items = await self._send(targets.get(lone), lone, part, parcel.ids, everyone, deadline)
-            return items, True
+            return items, lone
         by_row: list[list[Item]] = [[] for _ in parcel.rows]
         for stage in range(max((len(choice.stages) for choice in choices), default=0)):
             parts = split(parcel, choices, stage)
@@ -69,7 +70,7 @@ class Courier:
             for position, row in enumerate(parcel.rows):
                 for column in columns[row]:
                     by_row[position].append(column[position])
-        return by_row, False
+        return by_row, None
 
     async def _send(
         self,

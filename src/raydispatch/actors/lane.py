@@ -12,7 +12,7 @@ from raydispatch.settings import SystemSettings
 MAX_PARCEL_BYTES = 16_000_000
 """Of one call; a single larger message still goes, alone."""
 
-FEW_CALLS = 4
+FEW_CALLS = 3
 """With so many under way, another one waits until it is full: fewer and larger ones cost less."""
 SMALL_BATCH = 100
 """Messages that it is not worth to share out over several calls."""

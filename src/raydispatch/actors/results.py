@@ -23,13 +23,14 @@ def results_of(
     """One for each message, in order."""
     completed_at = datetime.now(UTC)
     categories = [category_of(topic) for topic, _ in parcel.keys]
-    lone = [targets[0] if fault is None and len(targets) == 1 else None for targets, fault in delivery.selections]
+    selections = delivery.by_key()
+    lone = [targets[0] if fault is None and len(targets) == 1 else None for targets, fault in selections]
     results: list[DispatchResult] = []
     dispatcher_id: str | None
     route_id: str | None
     outcomes: tuple[Outcome, ...]
     outputs: tuple[str, ...]
-    is_flat = delivery.is_flat
+    is_flat = delivery.lone is not None
     for row, (key, envelope, _), items in zip(parcel.rows, messages, delivery.items, strict=True):
         target = lone[row]
         item = items if is_flat else items[0] if target is not None else None
@@ -39,7 +40,7 @@ def results_of(
             dispatcher_id, route_id = target
             outcomes = (unpack(item, dispatcher_id, route_id),)
         else:
-            status, code, error, outcomes = _summary(delivery.selections[row], (items,) if is_flat else items)
+            status, code, error, outcomes = _summary(selections[row], (items,) if is_flat else items)
             dispatcher_id, route_id = (outcomes[0].dispatcher_id, outcomes[0].route_id) if outcomes else (None, None)
             outputs = tuple([topic for one in outcomes if one.status is _SUCCESS for topic in one.outputs])
         trace = (envelope.trace_id, envelope.span_id) if envelope.traceparent is not None else _NO_TRACE

@@ -68,12 +68,12 @@ class Router:
         try:
             choices = self._choices.of(plan.table, parcel.keys)
             routed_ms = (perf_counter() - started) * 1000.0
-            items, is_flat = await self._courier.send_all(parcel, choices, self._targets, deadline)
+            items, lone = await self._courier.send_all(parcel, choices, self._targets, deadline)
         finally:
             self._begun(plan, -len(parcel.rows))
         self._routed += len(parcel.rows)
-        selections = [choice.selection for choice in choices]
-        delivery = Delivery(plan.table.version, selections, items, is_flat)
+        selections = [choice.selection if lone is None else choice.selection.targets[0][1] for choice in choices]
+        delivery = Delivery(plan.table.version, selections, items, lone)
         self._count(parcel, delivery, (perf_counter() - started) * 1000.0, routed_ms)
         return delivery
 
@@ -192,9 +192,9 @@ class Router:
 
 def _ends(parcel: Parcel, delivery: Delivery) -> dict[tuple[int, DispatchStatus], int]:
     """How many messages of each key ended how."""
-    if delivery.is_flat and set(map(type, delivery.items)) == {float}:
+    if delivery.lone is not None and set(map(type, delivery.items)) == {float}:
         return {(row, _SUCCESS): count for row, count in Counter(parcel.rows).items()}
-    statuses = [_SUCCESS if one.fault is None else DispatchStatus(one.fault[0]) for one in delivery.selections]
+    statuses = [_SUCCESS if one.fault is None else DispatchStatus(one.fault[0]) for one in delivery.by_key()]
     return Counter(
         (row, statuses[row])
         if all(type(item) is float for item in outcomes)

@@ -82,16 +82,23 @@ class Delivery(NamedTuple):
     """What became of a parcel."""
 
     table_version: str
-    selections: list[Selection]
-    """For each key."""
+    selections: list[Any]
+    """For each key, a `Selection`."""
     items: list[Any]
     """For each message, a list with an item for each of its dispatchers."""
-    is_flat: bool = False
-    """Whether every message has one dispatcher, and so an item instead of a list: a third less to send."""
+    lone: str | None = None
+    """The dispatcher of every message, if there is one for all. Then each key has only its route's id here, and each
+    message an item instead of a list: with a route for every topic, that is half of what is sent."""
+
+    def by_key(self) -> list[Selection]:
+        """The selections, in one way."""
+        if self.lone is None:
+            return self.selections
+        return [Selection(((self.lone, route_id),)) for route_id in self.selections]
 
     def by_message(self) -> list[list[Item]]:
-        """The items as lists, flat or not."""
-        return [[item] for item in self.items] if self.is_flat else self.items
+        """The items, in one way."""
+        return self.items if self.lone is None else [[item] for item in self.items]
 
 
 def message_of(topic: str, envelope: Envelope[Any]) -> Message:
