@@ -142,6 +142,9 @@ class SystemSettings(Settings):
     )
     health_seconds: PositiveSeconds = Field(default=5.0, description="how often actors are asked how they are")
     remembered_ids: int = Field(default=100_000, ge=2, description="message ids that each replica remembers")
+    remembered_rows: int = Field(
+        default=1_000_000, ge=2, description="ids of DataFrame rows that each replica remembers"
+    )
     metric_topics: int = Field(default=1_000, ge=0, description="topics counted by name; the rest count as '(other)'")
     dead_letters: int = Field(default=1_000, ge=0, description="dead letters kept in memory; the oldest go first")
 

@@ -5,7 +5,7 @@ from typing import Any
 from tests.actors.fakes import EVENT, TOPIC, messages_of, orders
 
 from raydispatch import Envelope
-from raydispatch.actors.results import nowhere, results_of
+from raydispatch.actors.results import results_of
 from raydispatch.actors.wire import Delivery, Item, Selection, parcel_of
 from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Outcome, Reply
 from raydispatch.errors import ErrorCode
@@ -131,7 +131,7 @@ def test_a_delivery_to_nowhere_is_the_same_fault_for_every_message() -> None:
     messages = messages_of([*orders(1, 2), *orders(3, topic="dev.invoice.events.v1")])
     parcel = parcel_of(messages, 5)
 
-    delivery = nowhere(parcel, ErrorCode.TIME_LIMIT, "too late", DispatchStatus.TIMEOUT)
+    delivery = parcel.nowhere(ErrorCode.TIME_LIMIT, "too late", DispatchStatus.TIMEOUT)
     found = results_of(delivery, parcel, messages, STARTED, 1.0)
 
     assert [(one.status, one.error_code, one.error_message) for one in found] == [

@@ -52,7 +52,8 @@ class PortableSpec(NamedTuple):
             "runtime_env": dict(spec.runtime_env) if spec.runtime_env else None,
             "scheduling_strategy": spec.scheduling_strategy,
         }
-        rule = Rule(spec.at_most_once, spec.reject_when_full, spec.retry.tries if spec.retry else 1)
+        tries = spec.retry.tries if spec.retry else 1
+        rule = Rule(spec.at_most_once, spec.reject_when_full, tries, spec.batch, spec.max_in_flight)
         given = {name: value for name, value in options.items() if value is not None}
         return cls(spec.dispatcher_id, handler, spec.replicas, spec.concurrency, rule, spec.breaker, given)
 

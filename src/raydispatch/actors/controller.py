@@ -247,6 +247,10 @@ class Controller:
         """Keep a dead letter."""
         self._letters.append(letter)
 
+    async def bury_many(self, letters: Sequence[bytes]) -> None:
+        """Keep dead letters."""
+        self._letters.extend(letters)
+
     async def bury_lost(self, key: Key, blob: bytes, outcome: Outcome, table_version: str) -> None:
         """Keep a message that took its replicas with it."""
         now = datetime.now(UTC)

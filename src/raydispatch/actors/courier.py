@@ -131,7 +131,7 @@ class Courier:
         target: Target,
         part: Part,
         deadline: float,
-        losses: "_Losses | None" = None,
+        losses: "Losses | None" = None,
         owner: Endpoint[Any] | None = None,
         first: Endpoint[Any] | None = None,
     ) -> list[Item]:
@@ -158,8 +158,8 @@ class Courier:
                 continue
             current = part if len(waiting) == len(part.rows) else _rows(part, waiting)
             answers = await self._call(target, endpoint, current, left)
-            if isinstance(answers, _Lost):
-                answers = [*await self._recovered(target, current, deadline, losses or _Losses(), answers.alone)]
+            if isinstance(answers, Lost):
+                answers = [*await self._recovered(target, current, deadline, losses or Losses(), answers.alone)]
             for row, answer in zip(waiting, answers, strict=True):
                 items[row] = answer
             waiting = [row for row in waiting if items[row] is None]
@@ -168,7 +168,7 @@ class Courier:
 
     async def _call(
         self, target: Target, endpoint: Endpoint[Any], part: Part, seconds: float
-    ) -> "list[Item | None] | _Lost":
+    ) -> "list[Item | None] | Lost":
         """One call to one replica: its answers, or that it was lost."""
         count = len(part.rows)
         target.endpoints.begun(endpoint, count)
@@ -185,7 +185,7 @@ class Courier:
             alone = endpoint.in_flight == 1
             alone = target.endpoints.quarantine(endpoint.endpoint_id) and alone
             self._on_loss()
-            return _Lost(alone or part.alone)
+            return Lost(alone or part.alone)
         except TimeoutError:
             return [*self._counted(_late(target.dispatcher_id, part, row) for row in range(count))]
         except RayError as error:
@@ -195,7 +195,7 @@ class Courier:
             target.endpoints.ended(endpoint, count)
 
     async def _recovered(
-        self, target: Target, part: Part, deadline: float, losses: "_Losses", alone: bool
+        self, target: Target, part: Part, deadline: float, losses: "Losses", alone: bool
     ) -> list[Item]:
         """What was with a replica when it died: halves go on to others, until the one that kills them is alone."""
         count = len(part.rows)
@@ -208,7 +208,7 @@ class Courier:
             first = await self._send_part(target, _piece(part, 0, count // 2), deadline)
             return [*first, *await self._send_part(target, _piece(part, count // 2, count), deadline)]
         # Others that ran in the same process are as suspicious, and as likely innocent: only a loss alone counts.
-        losses = _Losses(losses.alone + alone, losses.all + 1)
+        losses = Losses(losses.alone + alone, losses.all + 1)
         if losses.alone >= target.rule.tries or losses.all >= MOST_LOSSES:
             outcome = _lost(target.dispatcher_id, part, 0, f"{losses.all} replicas were lost while it ran")
             self._bury(part.keys[part.rows[0]], part.blobs[0], outcome)
@@ -230,14 +230,14 @@ class Courier:
         return made
 
 
-class _Lost(NamedTuple):
+class Lost(NamedTuple):
     """A replica died during a call."""
 
     alone: bool
     """Whether nothing else was there, as far as this router knows."""
 
 
-class _Losses(NamedTuple):
+class Losses(NamedTuple):
     """How many replicas were lost with a message."""
 
     alone: int = 0

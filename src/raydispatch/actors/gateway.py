@@ -7,12 +7,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from math import inf
 from time import monotonic, perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ray.exceptions import RayError
 
 from raydispatch.actors.lane import Lane, Pending
-from raydispatch.actors.results import nowhere, results_of
+from raydispatch.actors.results import results_of
+from raydispatch.actors.rows import RowDelivery, Shipment
 from raydispatch.actors.wire import LOSSES, STORE_FULL, Delivery, Message, Parcel, parcel_of
 from raydispatch.dispatch.endpoints import Endpoint, Endpoints
 from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus
@@ -31,6 +32,9 @@ FindRouters = Callable[[], Awaitable[Sequence[tuple[str, Any]]]]
 """Asks the controller for the routers: name and handle."""
 OnVersion = Callable[[str], Awaitable[None]]
 """Is told when results of another table come back than those before."""
+
+Cargo: TypeAlias = Parcel | Shipment
+"""What can be sent."""
 
 
 class Gateway:
@@ -62,6 +66,11 @@ class Gateway:
         parcel = parcel_of(messages, self._settings.call_seconds)
         return self._results(parcel, messages, self._call(parcel), started_at, started)
 
+    async def send_rows(self, shipment: Shipment) -> RowDelivery:
+        """Send rows of a DataFrame; never raises because of the cluster."""
+        delivery: RowDelivery = await self._deliver(shipment, shipment.again, self._call(shipment))
+        return delivery
+
     async def refresh(self) -> None:
         """Ask the controller who the routers are now."""
         found = dict(await self._find_routers())
@@ -91,56 +100,57 @@ class Gateway:
     async def _results(
         self, parcel: Parcel, messages: Sequence[Message], call: "_Call | None", started_at: datetime, started: float
     ) -> list[DispatchResult]:
-        delivery = await self._deliver(parcel, messages, call)
+        def again() -> Parcel:
+            return parcel._replace(resent=True, ids=[message.envelope.message_id.int for message in messages])
+
+        delivery: Delivery = await self._deliver(parcel, again, call)
         if delivery.table_version and delivery.table_version != self._version:
             self._version = delivery.table_version
             if self._on_version is not None:
                 await self._on_version(delivery.table_version)
         return results_of(delivery, parcel, messages, started_at, (perf_counter() - started) * 1000.0)
 
-    def _call(self, parcel: Parcel) -> "_Call | None":
+    def _call(self, cargo: Cargo) -> "_Call | None":
         """Call a router; None if there is none, or no place for what it must be sent."""
         router = self._routers.pick()
         if router is None:
             return None
         try:
-            call = _Call(router, router.target.route.remote(parcel))
+            call = _Call(router, cargo.call(router.target))
         except (*STORE_FULL, *LOSSES):
             return None
-        self._routers.begun(router, len(parcel.rows))
+        self._routers.begun(router, cargo.size)
         return call
 
-    async def _deliver(self, parcel: Parcel, messages: Sequence[Message], call: "_Call | None") -> Delivery:
+    async def _deliver(self, cargo: Cargo, again: Callable[[], Cargo], call: "_Call | None") -> Any:
         """Try router after router until the time is up. Never raises because of the cluster."""
-        deadline = monotonic() + parcel.seconds
+        deadline = monotonic() + cargo.seconds
         if monotonic() >= self._look_at:
             self._look_at = inf
             self._looking = asyncio.get_running_loop().create_task(self._look())
         while (left := deadline - monotonic()) > 0:
-            call = call or self._call(parcel._replace(seconds=left))
+            call = call or self._call(cargo.within(left))
             if call is None:
-                if (problem := await self._looked_again(parcel, left)) is not None:
+                if (problem := await self._looked_again(cargo, left)) is not None:
                     return problem
                 continue
             try:
                 # The router keeps to the time that is left; a little more, for the way, before we give it up.
                 # (Not wait_for: in Python 3.11 it may swallow that the caller was cancelled.)
                 async with asyncio.timeout(left + GRACE_SECONDS):
-                    delivery: Delivery = await call.reference
-                return delivery
+                    return await call.reference
             except LOSSES:
                 self._quarantine(call.router)
-                ids = [message.envelope.message_id.int for message in messages]
-                parcel = parcel._replace(resent=True, ids=ids)
+                cargo = again()
             except TimeoutError:
                 self._quarantine(call.router)
                 break
             except RayError as error:
-                return nowhere(parcel, ErrorCode.REPLICA_LOST, f"the router failed: {describe_exception(error)}")
+                return cargo.nowhere(ErrorCode.REPLICA_LOST, f"the router failed: {describe_exception(error)}")
             finally:
-                self._routers.ended(call.router, len(parcel.rows))
+                self._routers.ended(call.router, cargo.size)
             call = None
-        return nowhere(parcel, ErrorCode.TIME_LIMIT, f"no outcome within {parcel.seconds:g} s", DispatchStatus.TIMEOUT)
+        return cargo.nowhere(ErrorCode.TIME_LIMIT, f"no outcome within {cargo.seconds:g} s", DispatchStatus.TIMEOUT)
 
     def _quarantine(self, router: Endpoint[Any]) -> None:
         self._routers.quarantine(router.endpoint_id)
@@ -150,13 +160,13 @@ class Gateway:
         with suppress(RayError, TimeoutError, SystemUnavailable):
             await asyncio.wait_for(self.refresh(), self._settings.call_seconds)
 
-    async def _looked_again(self, parcel: Parcel, seconds: float) -> Delivery | None:
+    async def _looked_again(self, cargo: Cargo, seconds: float) -> Any:
         """Find the routers; None if that may have helped, else why the system is gone."""
         is_first = len(self._routers) == 0
         try:
             await asyncio.wait_for(self.refresh(), seconds)
         except SystemUnavailable as error:
-            return nowhere(parcel, ErrorCode.SHUT_DOWN, str(error), DispatchStatus.REJECTED)
+            return cargo.nowhere(ErrorCode.SHUT_DOWN, str(error), DispatchStatus.REJECTED)
         except (RayError, TimeoutError):
             pass  # The controller is being restarted.
         # A router that has failed, or the store, needs a moment, whatever the controller says of it.

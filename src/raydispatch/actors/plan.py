@@ -5,7 +5,11 @@ from collections.abc import Collection, Mapping
 from time import monotonic
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from raydispatch.actors.circuit import CLOSED, Circuit
+from raydispatch.actors.rows import RowPart
 from raydispatch.dispatch.breaker import CircuitState
 from raydispatch.dispatch.endpoints import Endpoint, Endpoints
 from raydispatch.routing.table import RouteTable
@@ -18,6 +22,10 @@ class Rule(NamedTuple):
     reject_when_full: bool
     tries: int
     """How many replicas a message may lose before it is given up."""
+    batch: bool = False
+    """Whether its handler takes tables, so that rows are best left together."""
+    max_in_flight: int = 10_000
+    """What one replica accepts."""
 
 
 class Plan(NamedTuple):
@@ -86,4 +94,21 @@ class Target:
         for endpoint, known in zip(endpoints, answers, strict=True):
             if isinstance(known, list):
                 owners = [endpoint if knows else owner for owner, knows in zip(owners, known, strict=True)]
+        return owners
+
+    async def row_owners(self, part: RowPart) -> list[tuple[Endpoint[Any] | None, npt.NDArray[np.int64]]]:
+        """For every replica that knows some of the rows, which; and last, those that nobody knows."""
+        endpoints = self.endpoints.all()
+        answers = await asyncio.gather(
+            *(asyncio.wait_for(endpoint.target.known_rows.remote(part), 30) for endpoint in endpoints),
+            return_exceptions=True,
+        )
+        left = np.ones(len(part.codes), bool)
+        owners: list[tuple[Endpoint[Any] | None, npt.NDArray[np.int64]]] = []
+        for endpoint, known in zip(endpoints, answers, strict=True):
+            if isinstance(known, np.ndarray) and (known & left).any():
+                owners.append((endpoint, np.flatnonzero(known & left)))
+                left &= ~known
+        if left.any():
+            owners.append((None, np.flatnonzero(left)))
         return owners

@@ -2,19 +2,24 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import time
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import ray
 from ray import cloudpickle
+from ray.exceptions import RayError
 
 from raydispatch.actors.circuit import CLOSED, Circuit, Report, ReportingBreaker
 from raydispatch.actors.outgoing import Outgoing
+from raydispatch.actors.row_desk import RowDesk, RowsUnderWay
+from raydispatch.actors.rows import RowPart, RowReport
 from raydispatch.actors.wire import Item, Key, Part, decode, pack
 from raydispatch.delivery.dead_letters import FINAL_FAILURES, DeadLetter
 from raydispatch.dispatch.dispatcher import Dispatcher, DispatcherSpec
@@ -96,36 +101,63 @@ class Replica:
         if self._has_suspect:
             return items
         if part.alone:
-            await self._process_alone(_Batch(part, items, len(part.blobs)))
+            async with self._quiet():
+                await self._process(_Batch(part, items, len(part.blobs)), len(part.blobs))
             return items
         count = min(len(part.blobs), dispatcher.spec.max_in_flight - self._admitted)
         if count > 0:
             await self._process(_Batch(part, items, count), count)
         return items
 
-    async def _process_alone(self, batch: "_Batch") -> None:
+    async def process_rows(self, part: RowPart) -> RowReport | None:
+        """What became of each row of a DataFrame; None if there is no room for them."""
+        try:
+            dispatcher = self._dispatcher or await self._load()
+        except Exception as error:
+            return RowReport.alike(self._unstarted(error, None))
+        room = dispatcher.spec.max_in_flight - self._admitted
+        if self._has_suspect or (self._admitted and len(part.codes) > room):
+            return None
+        try:
+            content = await part.content[0]
+        except RayError as error:
+            words = f"its rows are gone, most likely with the process that sent them: {describe_exception(error)}"
+            return RowReport.alike(_ended(self._id, None, ErrorCode.REPLICA_LOST, words))
+        async with self._quiet() if part.alone else nullcontext():
+            with self._admission(len(part.codes)):
+                report = await self._desk.process(part, content, self._duty.table_version)
+        self._handled += len(part.codes)
+        return report
+
+    @asynccontextmanager
+    async def _quiet(self) -> AsyncIterator[None]:
         """Nobody may die of this part: let those end that have begun, and admit nobody until it has ended itself."""
         self._has_suspect = True
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(QUIET_SECONDS):
                     await self._until_idle()
-            await self._process(batch, len(batch.part.blobs))
+            yield
         finally:
             self._has_suspect = False
 
-    async def _process(self, batch: "_Batch", count: int) -> None:
+    @contextmanager
+    def _admission(self, count: int) -> Iterator[None]:
         self._admitted += count
         try:
+            yield
+        finally:
+            self._admitted -= count
+            if self._admitted == 0:
+                self._idle.set()
+
+    async def _process(self, batch: "_Batch", count: int) -> None:
+        with self._admission(count):
             if count == 1 and self._workers.has_place:
                 await self._workers.do((batch, 0))
             else:
                 self._workers.add([(batch, index) for index in range(count)])
             await batch.done
-        finally:
-            self._admitted -= count
-            if self._admitted == 0:
-                self._idle.set()
 
     async def _until_idle(self) -> None:
         while self._admitted:
@@ -167,6 +199,11 @@ class Replica:
             number in self._running or number in waiting or uuid_of(number) in self._memory for number in message_ids
         ]
 
+    async def known_rows(self, part: RowPart) -> "npt.NDArray[np.bool_]":
+        """Which of these rows it has handled, or is handling."""
+        await self._load()
+        return self._desk.known(part, await part.content[0])
+
     async def load(self) -> ReplicaLoad:
         """How busy it is."""
         breaker = self._dispatcher.breaker if self._dispatcher else None
@@ -195,8 +232,11 @@ class Replica:
 
     # One message
 
-    async def _one(self, job: "tuple[_Batch, int]") -> None:
+    async def _one(self, job: "tuple[_Batch | RowsUnderWay, int]") -> None:
         batch, index = job
+        if isinstance(batch, RowsUnderWay):
+            await batch.one(index)
+            return
         part = batch.part
         key = part.rows[index]
         try:
@@ -283,7 +323,7 @@ class Replica:
     def _failed(self, error: BaseException, route_id: str) -> Outcome:
         return _ended(self._id, route_id, ErrorCode.REPLICA_LOST, describe_exception(error), error)
 
-    def _unstarted(self, error: Exception, route_id: str) -> Outcome:
+    def _unstarted(self, error: Exception, route_id: str | None) -> Outcome:
         # The handler may be what could not be loaded, and its id with it.
         dispatcher_id = self._duty.replica_id.rpartition("-")[0]
         return _ended(dispatcher_id, route_id, ErrorCode.START_FAILED, describe_exception(error), error)
@@ -313,7 +353,7 @@ class Replica:
             loop = asyncio.get_running_loop()
             loop.set_default_executor(ThreadPoolExecutor(min(spec.concurrency, MAX_THREADS), "raydispatch handler"))
             self._outgoing = Outgoing(self._duty.system, self._duty.engine, self._duty.settings)
-        self._workers: Workers[tuple[_Batch, int]] = Workers(spec.concurrency, self._one, lambda: None)
+        self._workers: Workers[Any] = Workers(spec.concurrency, self._one, lambda: None)
         breaker = None
         if spec.breaker is not None:
             breaker = ReportingBreaker(spec.breaker, report=self._report, on_change=lambda state: None)
@@ -328,6 +368,9 @@ class Replica:
             breaker=breaker,
         )
         self._run = dispatcher.run
+        self._desk = RowDesk(
+            dispatcher, self._workers, self._metrics, self._duty.settings.remembered_rows, self._bury_rows
+        )
         await dispatcher.start()
         if breaker is not None:
             breaker.follow(await self._known_circuit(), self._duty.replica_id)
@@ -342,6 +385,9 @@ class Replica:
                 return circuit
         except Exception:
             return CLOSED
+
+    def _bury_rows(self, letters: Sequence[DeadLetter]) -> None:
+        self._tell(self._controller.bury_many.remote([cloudpickle.dumps(letter) for letter in letters]))
 
     def _report(self, report: Report) -> None:
         self._tell(self._controller.report.remote(self._id, self._duty.replica_id, report))
@@ -371,9 +417,11 @@ class _Batch:
             self.done.set_result(None)
 
 
-def _id_of(job: "tuple[_Batch, int]") -> int | None:
-    """The message id of a job that waits; None if it cannot be read."""
+def _id_of(job: "tuple[_Batch | RowsUnderWay, int]") -> int | None:
+    """The message id of a job that waits; None if it cannot be read, or is a row's, which are known elsewhere."""
     batch, index = job
+    if isinstance(batch, RowsUnderWay):
+        return None
     try:
         return decode(batch.part.blobs[index], batch.part.keys[batch.part.rows[index]]).message_id.int
     except Exception:
@@ -381,7 +429,7 @@ def _id_of(job: "tuple[_Batch, int]") -> int | None:
 
 
 def _ended(
-    dispatcher_id: str, route_id: str, code: ErrorCode, message: str, error: BaseException | None = None
+    dispatcher_id: str, route_id: str | None, code: ErrorCode, message: str, error: BaseException | None = None
 ) -> Outcome:
     return Outcome(
         dispatcher_id, DispatchStatus.DISPATCHER_ERROR, route_id, error_code=code,

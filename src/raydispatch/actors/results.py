@@ -63,12 +63,3 @@ def _summary(
     if status is DispatchStatus.SUCCESS:
         return status, None, None, outcomes
     return status, *combined_error(outcomes, status), outcomes
-
-
-def nowhere(
-    parcel: Parcel, code: ErrorCode, message: str, status: DispatchStatus = DispatchStatus.DISPATCHER_ERROR
-) -> Delivery:
-    """A delivery in which nothing was delivered."""
-    return Delivery(
-        "", [Selection((), (status.value, code.value, message))] * len(parcel.keys), [[]] * len(parcel.rows)
-    )

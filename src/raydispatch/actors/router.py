@@ -7,6 +7,7 @@ from collections.abc import Callable
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 from ray.exceptions import RayError
 
@@ -14,14 +15,17 @@ from raydispatch.actors.choices import Choices
 from raydispatch.actors.circuit import CLOSED, Circuit
 from raydispatch.actors.courier import NO_REPLICA_SECONDS, Courier
 from raydispatch.actors.plan import Plan, Target
+from raydispatch.actors.row_courier import RowCourier
+from raydispatch.actors.rows import RowDelivery, Shipment, row_choice
 from raydispatch.actors.wire import Delivery, Key, Parcel, Selection
 from raydispatch.dispatch.metrics import DispatchMetrics, MetricsRecorder
-from raydispatch.dispatch.outcome import DispatchStatus, Outcome, worst_status
+from raydispatch.dispatch.outcome import WORST_FIRST, DispatchStatus, Outcome, worst_status
 from raydispatch.errors import ErrorCode
 from raydispatch.messages.topic import category_of
 from raydispatch.settings import SystemSettings
 
 _SUCCESS = DispatchStatus.SUCCESS
+_UNPLANNED = "the router found no controller in time, and knows no routes"
 
 
 class RouterLoad(NamedTuple):
@@ -53,6 +57,7 @@ class Router:
         self._ended = asyncio.Event()
         self._metrics = MetricsRecorder(most_topics=settings.metric_topics)
         self._courier = Courier(self._metrics, self._bury, self._watch)
+        self._row_courier = RowCourier(self._metrics, self._watch)
         self._watching: asyncio.Task[None] | None = None
 
     # Data
@@ -75,6 +80,26 @@ class Router:
         selections = [choice.selection if lone is None else choice.selection.targets[0][1] for choice in choices]
         delivery = Delivery(plan.table.version, selections, items, lone)
         self._count(parcel, delivery, (perf_counter() - started) * 1000.0, routed_ms)
+        return delivery
+
+    async def route_rows(self, shipment: Shipment) -> RowDelivery:
+        """As `route`, for the rows of a DataFrame."""
+        deadline = monotonic() + shipment.seconds
+        plan = self._plan or await self._planned(deadline)
+        if plan is None:
+            return shipment.nowhere(ErrorCode.TIME_LIMIT, _UNPLANNED, DispatchStatus.TIMEOUT)
+        started = perf_counter()
+        self._begun(plan, shipment.size)
+        try:
+            keys = [(key.topic or "", key.message_type or "") for key in shipment.keys]
+            choices = list(map(row_choice, self._choices.of(plan.table, keys), shipment.keys))
+            routed_ms = (perf_counter() - started) * 1000.0
+            parts = await self._row_courier.send_all(shipment, choices, self._targets, deadline)
+        finally:
+            self._begun(plan, -shipment.size)
+        self._routed += shipment.size
+        delivery = RowDelivery(plan.table.version, [choice.selection for choice in choices], parts)
+        self._count_rows(shipment, delivery, (perf_counter() - started) * 1000.0, routed_ms)
         return delivery
 
     # Control
@@ -189,6 +214,19 @@ class Router:
             ((topic, category_of(topic), status, count) for topic, status, count in counted), duration_ms, routed_each
         )
 
+    def _count_rows(self, shipment: Shipment, delivery: RowDelivery, duration_ms: float, routed_ms: float) -> None:
+        width = len(WORST_FIRST)
+        ends = np.bincount(shipment.codes * width + delivery.statuses(shipment.codes))
+        topics = [key.topic or "" for key in shipment.keys]
+        self._metrics.record_many(
+            (
+                (topics[end // width], category_of(topics[end // width]), WORST_FIRST[end % width], int(ends[end]))
+                for end in np.flatnonzero(ends).tolist()
+            ),
+            duration_ms,
+            routed_ms / max(1, len(shipment.keys)),
+        )
+
 
 def _ends(parcel: Parcel, delivery: Delivery) -> dict[tuple[int, DispatchStatus], int]:
     """How many messages of each key ended how."""
@@ -205,8 +243,7 @@ def _ends(parcel: Parcel, delivery: Delivery) -> dict[tuple[int, DispatchStatus]
 
 def _unplanned(parcel: Parcel) -> Delivery:
     """Nobody could say in time where anything goes."""
-    words = "the router found no controller in time, and knows no routes"
-    fault = (DispatchStatus.TIMEOUT.value, ErrorCode.TIME_LIMIT.value, words)
+    fault = (DispatchStatus.TIMEOUT.value, ErrorCode.TIME_LIMIT.value, _UNPLANNED)
     return Delivery("", [Selection((), fault)] * len(parcel.keys), [[] for _ in parcel.rows])
 
 

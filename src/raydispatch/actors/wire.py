@@ -14,7 +14,7 @@ from ray import cloudpickle
 from ray.exceptions import ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayActorError, RaySystemError
 
 from raydispatch.dispatch.outcome import DispatchStatus, Outcome
-from raydispatch.errors import InvalidParameter
+from raydispatch.errors import ErrorCode, InvalidParameter
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.ids import uuid_of
 
@@ -54,6 +54,26 @@ class Parcel(NamedTuple):
     """Whether these may have been handled already: an earlier call with them failed."""
     ids: list[int] | None = None
     """Their message ids, given when they are sent again."""
+
+    @property
+    def size(self) -> int:
+        """How many messages."""
+        return len(self.rows)
+
+    def call(self, router: Any) -> Any:
+        """Give it to a router."""
+        return router.route.remote(self)
+
+    def within(self, seconds: float) -> "Parcel":
+        """The same, with so much time left."""
+        return self._replace(seconds=seconds)
+
+    def nowhere(
+        self, code: ErrorCode, message: str, status: DispatchStatus = DispatchStatus.DISPATCHER_ERROR
+    ) -> "Delivery":
+        """What becomes of it if no router takes it."""
+        selection = Selection((), (status.value, code.value, message))
+        return Delivery("", [selection] * len(self.keys), [[]] * len(self.rows))
 
 
 class Part(NamedTuple):

@@ -39,6 +39,10 @@ class Batching:
         waiting.append((envelope, future))
         return await future
 
+    async def call_table(self, table: Any) -> Any:
+        """What the handler says of a table that exists already."""
+        return await (self._call(table) if self._is_async else self._run_in_thread(self._call, table))
+
     def _look(self, loop: asyncio.AbstractEventLoop, before: int) -> None:
         now = len(self._waiting[loop])
         if now > before:
@@ -54,8 +58,7 @@ class Batching:
             return
         try:
             table = MessageBatch.from_envelopes((envelope.topic, envelope) for envelope, _ in good).table
-            output = await (self._call(table) if self._is_async else self._run_in_thread(self._call, table))
-            results = _statuses(output, len(good))
+            results = _statuses(await self.call_table(table), len(good))
         except BaseException as error:
             for _, future in good:
                 if not future.done():

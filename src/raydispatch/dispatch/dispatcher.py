@@ -62,6 +62,10 @@ _SUCCESS = DispatchStatus.SUCCESS
 
 Publish: TypeAlias = Callable[[Sequence[Envelope[Any]]], Awaitable[bool]]
 """Hands outputs to the outbox; False if it has no room."""
+Call: TypeAlias = Callable[[Handler, Any], Awaitable[object]]
+"""Calls a handler with what is to be handled."""
+Read: TypeAlias = Callable[[Any, Any], Any]
+"""Makes sense of what a handler returned for that; a `Failure`, if it makes none."""
 
 
 class Dispatcher:
@@ -88,7 +92,7 @@ class Dispatcher:
         self._clock = clock or SystemClock()
         self._log = logger or logging.getLogger("raydispatch")
         self._slow_seconds = slow_sync_handler_seconds
-        self._tries = spec.retry.tries if spec.retry else 1
+        self.tries = spec.retry.tries if spec.retry else 1
         self._limit = TimeLimit(spec.time_limit_seconds) if spec.time_limit_seconds else None
         self._publish = publish
         self._max_hops = max_hops
@@ -112,21 +116,21 @@ class Dispatcher:
         except Exception as error:
             return self._failure(_misfit(error), envelope, route_id, 0, started)
         attempt = 0
-        failure: _Failure | None = None
+        failure: Failure | None = None
         breaker = self.breaker
         while True:
             permit = breaker.admit() if breaker is not None else None
             if permit is None and breaker is not None:
                 # Between two tries, the failure that did happen says more than a refusal.
-                return self._failure(failure or _REFUSED, envelope, route_id, attempt, started)
+                return self._failure(failure or REFUSED, envelope, route_id, attempt, started)
             attempt += 1
             try:
-                ended = await self._attempt(envelope)
+                ended = await self.attempt(envelope, self._call, self._read)
             except BaseException:
                 if breaker is not None and permit is not None:
                     breaker.withdrawn(permit)
                 raise
-            if not isinstance(ended, _Failure):
+            if not isinstance(ended, Failure):
                 if breaker is not None and permit is not None:
                     breaker.succeeded(permit)
                 if ended is None:
@@ -136,7 +140,7 @@ class Dispatcher:
             failure = ended
             if breaker is not None and permit is not None:
                 breaker.failed(permit) if failure.counts else breaker.succeeded(permit)
-            if not failure.counts or attempt >= self._tries:
+            if not failure.counts or attempt >= self.tries:
                 return self._failure(failure, envelope, route_id, attempt, started)
             await self._pause(failure, envelope, attempt)
             envelope = envelope.with_attempt(envelope.attempt + 1)
@@ -145,7 +149,7 @@ class Dispatcher:
         """The outcome of a message that a middleware answered in the handler's place."""
         started = perf_counter()
         ended = self._read(output, envelope)
-        if isinstance(ended, _Failure):
+        if isinstance(ended, Failure):
             return self._failure(ended, envelope, None, 0, started)
         return await self._succeeded(ended or Outputs(), envelope, None, 0, started)
 
@@ -202,31 +206,34 @@ class Dispatcher:
         duration = (perf_counter() - started) * 1000.0
         return Outcome(self._id, _SUCCESS, route_id, topics, attempts, duration, reply=outputs.reply)
 
-    async def _sent_on(self, outputs: Sequence[Envelope[Any]], publish: Publish) -> "_Failure | None":
+    async def _sent_on(self, outputs: Sequence[Envelope[Any]], publish: Publish) -> "Failure | None":
         if any(envelope.hops > self._max_hops for envelope in outputs):
-            return _Failure(
+            return Failure(
                 DispatchStatus.PUBLISH_FAILED, ErrorCode.HOP_LIMIT, None,
                 f"its output would be hop {self._max_hops + 1} of a chain; {self._max_hops} are allowed",
             )  # fmt: skip
         if not await publish(outputs):
-            return _Failure(
+            return Failure(
                 DispatchStatus.PUBLISH_FAILED, ErrorCode.OUTBOX_FULL, None, "the outbox had no room for its output"
             )
         return None
 
-    async def _attempt(self, envelope: Envelope[Any]) -> "Outputs | _Failure | None":
-        """One try. An endpoint that is lost uses up no try: the next one takes the message."""
+    async def attempt(self, subject: Any, call: "Call", read: "Read") -> Any:
+        """One try: what was read from the handler's output, None if it had none, or a `Failure`.
+
+        An endpoint that is lost uses up no try: the next one takes the subject, which is an envelope or a table.
+        """
         endpoint = self.endpoints.pick() or await self._revived()
         while endpoint is not None:
             self.endpoints.begun(endpoint)
             try:
-                return await self._attempt_at(endpoint, envelope)
+                return await self._attempt_at(endpoint, subject, call, read)
             except EndpointLost:
                 self.endpoints.quarantine(endpoint.endpoint_id)
             finally:
                 self.endpoints.ended(endpoint)
             endpoint = self.endpoints.pick()
-        return _Failure(
+        return Failure(
             DispatchStatus.DISPATCHER_ERROR, ErrorCode.NO_HEALTHY_ENDPOINT, None, "none of its endpoints is healthy"
         )
 
@@ -236,7 +243,7 @@ class Dispatcher:
             await self.check_health()
         return self.endpoints.pick()
 
-    async def _attempt_at(self, endpoint: Endpoint[Handler], envelope: Envelope[Any]) -> "Outputs | _Failure | None":
+    async def _attempt_at(self, endpoint: Endpoint[Handler], subject: Any, call: "Call", read: "Read") -> Any:
         handler = endpoint.target
         if handler.call is None:
             try:
@@ -245,15 +252,15 @@ class Dispatcher:
                 _check_not_cancelled(error)
                 if self.endpoints.pick(excluding=(endpoint.endpoint_id,)) is not None:
                     raise EndpointLost from error
-                return _Failure.of(error, ErrorCode.START_FAILED)
+                return Failure.of(error, ErrorCode.START_FAILED)
         try:
             if self._limit is None:
-                output = await self._call(handler, envelope)
+                output = await call(handler, subject)
             else:
                 with self._limit.call():
-                    output = await self._call(handler, envelope)
+                    output = await call(handler, subject)
         except TimeLimitExpired:
-            return _Failure(
+            return Failure(
                 DispatchStatus.TIMEOUT, ErrorCode.TIME_LIMIT, "TimeoutError",
                 f"it ran longer than its limit of {self.spec.time_limit_seconds:g} s",
             )  # fmt: skip
@@ -261,10 +268,10 @@ class Dispatcher:
             raise
         except (Exception, asyncio.CancelledError) as error:
             _check_not_cancelled(error)
-            return _Failure.of(error, ErrorCode.HANDLER_EXCEPTION)
-        return None if output is None else self._read(output, envelope)
+            return Failure.of(error, ErrorCode.HANDLER_EXCEPTION)
+        return None if output is None else read(output, subject)
 
-    def _read(self, output: object, envelope: Envelope[Any]) -> "Outputs | _Failure | None":
+    def _read(self, output: object, envelope: Envelope[Any]) -> "Outputs | Failure | None":
         if isinstance(output, DispatchResult):
             if not output.status.is_successful():
                 return _of_result(output)
@@ -273,7 +280,7 @@ class Dispatcher:
             return read_output(output, envelope, self._origin)
         except InvalidParameter as fault:
             # The handler did its work: running it again would do it twice.
-            return _Failure(DispatchStatus.DISPATCHER_ERROR, ErrorCode.HANDLER_RESULT, None, str(fault), counts=False)
+            return Failure(DispatchStatus.DISPATCHER_ERROR, ErrorCode.HANDLER_RESULT, None, str(fault), counts=False)
 
     def _call(self, handler: Handler, envelope: Envelope[Any]) -> Awaitable[object]:
         call: Callable[[Envelope[Any]], Any] | None = handler.call
@@ -292,20 +299,23 @@ class Dispatcher:
             )
         return await output if inspect.isawaitable(output) else output
 
-    async def _pause(self, failure: "_Failure", envelope: Envelope[Any], attempt: int) -> None:
+    async def _pause(self, failure: "Failure", envelope: Envelope[Any], attempt: int) -> None:
+        await self.pause(attempt, {"error": failure.message, **self._fields(envelope)})
+
+    async def pause(self, attempt: int, fields: Mapping[str, object]) -> None:
+        """Wait, after a try that failed and before the next one."""
         assert self.spec.retry is not None  # Without it there is one try, and nothing to wait for.
         delay = retry_delay(self.spec.retry, attempt)
         self._log.debug(
-            "dispatcher failed, will be tried again",
-            extra={"attempt": attempt, "delay_seconds": delay, "error": failure.message, **self._fields(envelope)},
+            "dispatcher failed, will be tried again", extra={"attempt": attempt, "delay_seconds": delay, **fields}
         )
         await self._clock.sleep(delay)
 
     def _failure(
-        self, failure: "_Failure", envelope: Envelope[Any], route_id: str | None, attempts: int, started: float
+        self, failure: "Failure", envelope: Envelope[Any], route_id: str | None, attempts: int, started: float
     ) -> Outcome:
         duration = (perf_counter() - started) * 1000.0
-        level = logging.ERROR if failure.status.is_error() and failure is not _REFUSED else logging.DEBUG
+        level = logging.ERROR if failure.status.is_error() and failure is not REFUSED else logging.DEBUG
         if self._log.isEnabledFor(level):
             self._log.log(
                 level,
@@ -334,7 +344,7 @@ class Dispatcher:
         self._log.log(level, f"circuit {state.replace('_', ' ')}", extra={"dispatcher_id": self._id})
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """Why an attempt did not succeed."""
 
     status: DispatchStatus
@@ -346,21 +356,22 @@ class _Failure(NamedTuple):
     """Whether it says something about the handler's health, and another try may help."""
 
     @classmethod
-    def of(cls, error: BaseException, code: ErrorCode) -> "_Failure":
+    def of(cls, error: BaseException, code: ErrorCode) -> "Failure":
+        """An exception, in words."""
         message = describe_exception(error)
         return cls(DispatchStatus.DISPATCHER_ERROR, code, type(error).__name__, message, _where(error))
 
 
-_REFUSED = _Failure(
+REFUSED = Failure(
     DispatchStatus.CIRCUIT_OPEN, ErrorCode.CIRCUIT_OPEN, None, "its circuit breaker is open: the handler was not called"
 )
 
 
-def _misfit(error: Exception) -> _Failure:
+def _misfit(error: Exception) -> Failure:
     """The payload does not fit; or a validator of the program's own broke, whose words may show the payload."""
     kind = "ValidationError" if isinstance(error, PayloadMisfit) else type(error).__name__
     words = str(error) if isinstance(error, PayloadMisfit) else f"its payload could not be checked: {kind}"
-    return _Failure(DispatchStatus.INVALID_MESSAGE, ErrorCode.PAYLOAD_INVALID, kind, words, _where(error))
+    return Failure(DispatchStatus.INVALID_MESSAGE, ErrorCode.PAYLOAD_INVALID, kind, words, _where(error))
 
 
 def _check_not_cancelled(error: BaseException) -> None:
@@ -371,12 +382,12 @@ def _check_not_cancelled(error: BaseException) -> None:
         raise error
 
 
-def _of_result(result: DispatchResult) -> _Failure:
+def _of_result(result: DispatchResult) -> Failure:
     """A dispatcher of the protocol may judge for itself; its word is taken, sanitized."""
     message = sanitize(result.error_message or f"it returned the status {result.status}")
     code = result.error_code or ErrorCode.HANDLER_RESULT
     # A message left out on purpose is no fault, and would be left out again.
-    return _Failure(result.status, code, None, message, counts=result.status.is_error())
+    return Failure(result.status, code, None, message, counts=result.status.is_error())
 
 
 def _where(error: BaseException) -> str | None:

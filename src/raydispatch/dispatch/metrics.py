@@ -209,10 +209,10 @@ class MetricsRecorder:
                 self._latency.add(duration_ms, total)
                 self._routing.add(routing_ms, total)
 
-    def record_outcome(self, outcome: Outcome) -> None:
-        """Count what one dispatcher did, where the dispatch as a whole is counted elsewhere."""
+    def record_outcome(self, outcome: Outcome, count: int = 1) -> None:
+        """Count what one dispatcher did, so many times alike, where the dispatch as a whole is counted elsewhere."""
         with self._lock:
-            self._dispatcher(outcome.dispatcher_id).add(outcome)
+            self._dispatcher(outcome.dispatcher_id).add(outcome, count=count)
 
     def record_successes(self, dispatcher_id: str, durations_ms: Sequence[float], at: datetime) -> None:
         """Count what one dispatcher did well at the first try, the last of it at that time."""
@@ -306,16 +306,16 @@ class _DispatcherCounter:
         self.last_error = start.last_error_message if start else None
         self.last_at: Any = start.last_execution_at if start else None
 
-    def add(self, outcome: Outcome, at: datetime | None = None) -> None:
-        self.statuses[outcome.status] = self.statuses.get(outcome.status, 0) + 1
+    def add(self, outcome: Outcome, at: datetime | None = None, count: int = 1) -> None:
+        self.statuses[outcome.status] = self.statuses.get(outcome.status, 0) + count
         if outcome.error_message is not None:
             self.last_error = outcome.error_message
         if outcome.attempts:
-            self.executed += 1
-            self.latency.add(outcome.duration_ms)
+            self.executed += count
+            self.latency.add(outcome.duration_ms, count)
             self.last_at = at or datetime.now(UTC)
         else:
-            self.refused += 1
+            self.refused += count
 
     def add_successes(self, durations_ms: Sequence[float], at: datetime) -> None:
         self.statuses[_SUCCESS] = self.statuses.get(_SUCCESS, 0) + len(durations_ms)

@@ -61,7 +61,7 @@ _TRANSIENT = frozenset(
     (DispatchStatus.TIMEOUT, DispatchStatus.PUBLISH_FAILED, DispatchStatus.CIRCUIT_OPEN, DispatchStatus.REJECTED)
 )
 
-_WORST_FIRST = (
+WORST_FIRST = (
     DispatchStatus.DISPATCHER_ERROR,
     DispatchStatus.TIMEOUT,
     DispatchStatus.PUBLISH_FAILED,
@@ -73,7 +73,8 @@ _WORST_FIRST = (
     DispatchStatus.SUCCESS,
     DispatchStatus.ROUTED,
 )
-_BADNESS = {status: position for position, status in enumerate(_WORST_FIRST)}
+BADNESS = {status: position for position, status in enumerate(WORST_FIRST)}
+"""How bad each status is: of several, the one with the lowest number stands for all."""
 
 
 class Reply(NamedTuple):
@@ -107,7 +108,7 @@ class Outcome(NamedTuple):
 
 def worst_status(outcomes: Sequence[Outcome]) -> DispatchStatus:
     """The one status that stands for all."""
-    return min((outcome.status for outcome in outcomes), key=_BADNESS.__getitem__)
+    return min((outcome.status for outcome in outcomes), key=BADNESS.__getitem__)
 
 
 class DispatchResult(NamedTuple):

@@ -15,6 +15,8 @@ from raydispatch.settings import BreakerSettings, RetrySettings
 MAX_REPLICAS = 10_000
 BATCH_CONCURRENCY = 5_000
 """Messages that a batch handler gets at once on Ray, where nothing else is said."""
+BATCH_IN_FLIGHT = 200_000
+"""Messages and rows that a replica of it accepts, where nothing else is said: a few tables of a DataFrame."""
 
 
 class DispatcherOptions(TypedDict, total=False):
@@ -144,6 +146,7 @@ def make_spec(
         raise InvalidParameter(f"category must be one of {', '.join(MessageCategory)}; not {category!r}.") from None
     if options.get("batch"):
         options.setdefault("concurrency", BATCH_CONCURRENCY)
+        options.setdefault("max_in_flight", BATCH_IN_FLIGHT)
     kind = options.get("node_kind")
     options["node_kind"] = None if kind is None else str(getattr(kind, "value", kind))
     return DispatcherSpec(dispatcher_id, source, category, message_types, **options)
