@@ -1,6 +1,7 @@
-"""One local Ray for the whole run of tests; only those that ask for it start it."""
+"""One local Ray and one Spark for the whole run of tests; only those that ask for them start them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,9 +11,12 @@ def ray_cluster() -> Iterator[None]:
     """A real Ray on this machine, with processes of its own."""
     import ray
 
+    from raydispatch.actors.java import use_java
+
+    use_java()
     ray.init(
         address="local",
-        num_cpus=4,
+        num_cpus=6,
         resources={"disk": 2},
         namespace="raydispatch",
         include_dashboard=False,
@@ -21,3 +25,12 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def spark(ray_cluster: None) -> Iterator[Any]:
+    """A real Spark, with an executor of its own on that Ray."""
+    from raydispatch.spark import spark_on_ray
+
+    with spark_on_ray(executors=1, cores=2, memory="1g", config={"spark.sql.shuffle.partitions": "2"}) as session:
+        yield session

@@ -230,6 +230,20 @@ class SystemUnavailable(DispatchError):
     error_code = ErrorCode.SHUT_DOWN
 
 
+class LedgerUnbalanced(DispatchError):
+    """The ledger of a job does not account for every row that was submitted."""
+
+    error_code = ErrorCode.INVALID_STATE
+
+    def __init__(self, path: str, faults: tuple[str, ...]) -> None:
+        super().__init__(path, faults)
+        self.path = path
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return f"The ledger in {self.path} does not balance: {'; '.join(self.faults)}."
+
+
 class LateReply(CorrelationError):
     """The request {} has timed out or was given up: its reply came too late."""
 

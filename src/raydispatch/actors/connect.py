@@ -4,14 +4,16 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 from ray.exceptions import RayError
 
+from raydispatch.actors.java import use_java
 from raydispatch.actors.names import NAMESPACE
-from raydispatch.errors import SystemUnavailable
+from raydispatch.errors import MissingExtra, SystemUnavailable
 
 ANSWER_SECONDS = 5.0
 """How long to wait for a cluster. Left alone, Ray asks at an address where nobody is for more than 10 minutes."""
@@ -31,6 +33,22 @@ def connect() -> None:
         ) from None
 
 
+def join(address: str) -> None:
+    """Make this process, a worker of Spark, one of a cluster; it must run on a node of it."""
+    if ray.is_initialized():
+        if ray.get_runtime_context().gcs_address == address:
+            return
+        ray.shutdown()
+    try:
+        _knock(address)
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise SystemUnavailable(
+            f"A Spark worker on {socket.gethostname()} cannot join the Ray cluster at {address} ({error}). Spark's "
+            "workers must run on nodes of the Ray cluster: spark_on_ray() starts them there."
+        ) from None
+
+
 def use_ray() -> None:
     """Connect to the cluster that RAY_ADDRESS names, or to the one of this machine; if there is none, start one."""
     if ray.is_initialized():
@@ -38,6 +56,7 @@ def use_ray() -> None:
     if _is_named():
         connect()
         return
+    _prepare_java()
     ray.init(
         address="local", namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False
     )
@@ -57,6 +76,7 @@ def _is_named() -> bool:
 @contextmanager
 def local_ray(num_cpus: int) -> Iterator[None]:
     """A Ray of our own on this machine, gone when the block ends, whatever else runs here."""
+    _prepare_java()
     try:
         ray.init(
             address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False,
@@ -65,6 +85,13 @@ def local_ray(num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _prepare_java() -> None:
+    """RayDP's Java actors run on the `java` that Ray finds when it starts; afterwards it is too late."""
+    if find_spec("raydp") is not None:
+        with suppress(MissingExtra):
+            use_java()
 
 
 def _found() -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -36,6 +36,8 @@ _log = logging.getLogger("raydispatch")
 
 ANSWER_SECONDS = 5.0
 """How long an actor may take to answer a question of the controller."""
+MOST_JOBS = 100
+"""Whose progress is kept; the oldest goes first."""
 MOST_MAILBOXES = 1_000
 """Of gateways that have asked and may be gone; the oldest goes first."""
 
@@ -53,6 +55,7 @@ class Controller:
         self._heard_at = monotonic()
         self._blueprint: Blueprint | None = None
         self._generation = 0
+        self._jobs: dict[str, Counter[str]] = {}
         self._next_number = 1
         self._routers: dict[str, Any] = {}
         self._replicas: dict[str, dict[str, Any]] = {}
@@ -255,6 +258,16 @@ class Controller:
         """Keep a message that took its replicas with it."""
         now = datetime.now(UTC)
         self._letters.append(cloudpickle.dumps(DeadLetter(key[0], decode(blob, key), outcome, now, now, table_version)))
+
+    async def note_rows(self, job_id: str, counts: Mapping[str, int]) -> None:
+        """So many more rows of a job have ended so; told by those who send them, to be shown while it runs."""
+        self._jobs.setdefault(job_id, Counter()).update(counts)
+        while len(self._jobs) > MOST_JOBS:
+            del self._jobs[next(iter(self._jobs))]
+
+    async def noted_rows(self, job_id: str) -> dict[str, int]:
+        """How far a job is."""
+        return dict(self._jobs.get(job_id, {}))
 
     async def deliver_reply(self, asker: str, correlation_id: UUID, reply: Reply) -> None:
         """A reply for a request of some gateway."""

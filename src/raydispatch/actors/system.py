@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from time import monotonic
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from uuid import UUID, uuid4
 
 import ray
@@ -36,6 +36,16 @@ from raydispatch.dispatch.outcome import DispatchResult, Receipt, Reply
 from raydispatch.errors import DispatchError, InvalidParameter, InvalidState, SystemUnavailable
 from raydispatch.messages.envelope import REPLY_TO_HEADER, Envelope
 from raydispatch.settings import SystemSettings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspark.sql import DataFrame
+
+    from raydispatch.spark.frame import ColumnLike
+    from raydispatch.spark.progress import OnProgress
+    from raydispatch.spark.report import RouteReport
+    from raydispatch.spark.routing import Target
 
 T = TypeVar("T")
 
@@ -247,6 +257,49 @@ class DispatchSystem:
     def drain(self) -> None:
         """Wait until everything that this process has published is done."""
         self._call(self._front.drain())
+
+    # DataFrames
+
+    def route(
+        self,
+        df: "DataFrame",
+        *,
+        topic: "ColumnLike" = None,
+        message_type: "ColumnLike" = None,
+        payload: "ColumnLike" = None,
+        key: "ColumnLike" = None,
+        correlation_id: "ColumnLike" = None,
+        message_id: "ColumnLike" = None,
+        traceparent: "ColumnLike" = None,
+        ledger: "str | Path | None" = None,
+        job_id: str | None = None,
+        resume: "str | Path | RouteReport | None" = None,
+        on_open: 'Literal["refuse", "wait"]' = "refuse",
+        on_progress: "OnProgress | None" = None,
+    ) -> "RouteReport":
+        """Send every row of a Spark DataFrame to its dispatchers, and wait; the report has a ledger of all rows.
+
+        Columns are given by name or as expressions; those that are not given are looked for by their own names.
+        `payload="*"` is a struct of all other columns. The ledger is a parquet folder. `resume` takes the ledger of an
+        earlier job, and sends only what did not succeed, to the dispatchers that failed. A `job_id` that was used
+        before makes this a repeat: what dispatchers remember is not done again.
+        """
+        from raydispatch.spark.frame import Columns
+        from raydispatch.spark.routing import route
+
+        columns = Columns(topic, message_type, payload, key, correlation_id, message_id, traceparent)
+        return route(
+            self._target(), df, columns,
+            ledger=ledger, job_id=job_id, resume=resume, on_open=on_open, on_progress=on_progress,
+        )  # fmt: skip
+
+    def _target(self) -> "Target":
+        from raydispatch.spark.routing import Target
+
+        def ask(job_id: str) -> dict[str, int]:
+            return dict(_ask(self._controller, "noted_rows", job_id))
+
+        return Target(self.name, self._settings, self._front.settings.max_payload_bytes, ask)
 
     def subscribe(self, pattern: str, capacity: int = 1000, *, on_missed: OnMissed | None = None) -> Subscription:
         """Read what this process publishes on topics that fit."""

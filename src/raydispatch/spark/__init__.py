@@ -1,1 +1,5 @@
-"""Spark on Ray. For now: the Java that it will run on."""
+"""Spark: sessions on Ray, DataFrames routed row by row, and the ledger of what became of them."""
+
+from raydispatch.spark.session import spark_on_ray
+
+__all__ = ["spark_on_ray"]

