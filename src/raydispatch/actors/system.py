@@ -42,10 +42,13 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame
 
+    from raydispatch.routing.table import RouteTable
+    from raydispatch.spark.dry_run import DryRun
     from raydispatch.spark.frame import ColumnLike
     from raydispatch.spark.progress import OnProgress
     from raydispatch.spark.report import RouteReport
     from raydispatch.spark.routing import Target
+    from raydispatch.spark.streaming import OnBatch, RoutedStream
 
 T = TypeVar("T")
 
@@ -292,6 +295,54 @@ class DispatchSystem:
             self._target(), df, columns,
             ledger=ledger, job_id=job_id, resume=resume, on_open=on_open, on_progress=on_progress,
         )  # fmt: skip
+
+    def route_stream(
+        self,
+        df: "DataFrame",
+        *,
+        checkpoint: "str | Path",
+        topic: "ColumnLike" = None,
+        message_type: "ColumnLike" = None,
+        payload: "ColumnLike" = None,
+        key: "ColumnLike" = None,
+        correlation_id: "ColumnLike" = None,
+        message_id: "ColumnLike" = None,
+        traceparent: "ColumnLike" = None,
+        ledger: "str | Path | None" = None,
+        trigger: dict[str, Any] | None = None,
+        on_open: 'Literal["refuse", "wait"]' = "refuse",
+        on_batch: "OnBatch | None" = None,
+    ) -> "RoutedStream":
+        """Route a streaming DataFrame, micro-batch by micro-batch, in the background.
+
+        Started again with the same checkpoint, after a stop or a crash, it goes on where it was: every row is in the
+        ledger once. `trigger` is what Spark's own takes, such as `{"processingTime": "10 seconds"}`.
+        """
+        from raydispatch.spark.frame import Columns
+        from raydispatch.spark.streaming import route_stream
+
+        columns = Columns(topic, message_type, payload, key, correlation_id, message_id, traceparent)
+        return route_stream(
+            self._target(), df, columns,
+            checkpoint=checkpoint, ledger=ledger, trigger=trigger, on_open=on_open, on_batch=on_batch,
+        )  # fmt: skip
+
+    def dry_run(
+        self,
+        df: "DataFrame",
+        *,
+        topic: "ColumnLike" = None,
+        message_type: "ColumnLike" = None,
+        against: "DispatchEngine | RouteTable | None" = None,
+    ) -> "DryRun":
+        """Where the rows of a DataFrame would go, and what another table would change. No dispatcher is called.
+
+        A ledger is a DataFrame too: `dry_run(report.ledger, against=other)` compares what was done with what would be.
+        """
+        from raydispatch.spark.dry_run import dry_run
+        from raydispatch.spark.frame import Columns
+
+        return dry_run(self._front.table, df, Columns(topic, message_type), against)
 
     def _target(self) -> "Target":
         from raydispatch.spark.routing import Target

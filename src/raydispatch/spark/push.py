@@ -82,6 +82,7 @@ class _Rows:
             ids = occurrences.apart(ids)
         message_id = binary_of(ids)
         faults = _Faults(batch.num_rows)
+        faults.add(pc.is_null(columns["topic"]), ErrorCode.INVALID_TOPIC, "it has no topic")
         content = {"message_id": message_id, "payload": columns["payload"]}
         faults.add(_too_large(columns["payload"], order.max_payload_bytes), ErrorCode.PAYLOAD_TOO_LARGE,
                    f"the payload has more than {order.max_payload_bytes:,} bytes")  # fmt: skip

@@ -64,7 +64,7 @@ def route(
     if earlier is not None:
         df, only = _unfinished(df, columns, earlier)
     frame = message_frame(df, columns, job, only)
-    folder = _folder(spark, ledger, job, overwrite)
+    folder = _folder(spark, ledger, overwrite)
     folder.write("_raydispatch.json", {"format": LEDGER_FORMAT, "job_id": job, "system": target.name})
     order = Order(
         target.name, ray.get_runtime_context().gcs_address, target.settings, target.max_payload_bytes,
@@ -114,13 +114,13 @@ def _unfinished(df: DataFrame, columns: Columns, earlier: RouteReport) -> tuple[
     return left.drop("_own_id", "_row_id", "_done"), F.col("_only")
 
 
-def _folder(spark: Any, ledger: "str | Path | None", job: str, overwrite: bool) -> Folder:
+def _folder(spark: Any, ledger: "str | Path | None", overwrite: bool) -> Folder:
     if ledger is None:
         if len([node for node in ray.nodes() if node["Alive"]]) > 1:
             raise InvalidParameter(
                 "The Ray cluster has several nodes: name a folder that all of them share, with ledger=…"
             )
-        ledger = Path(tempfile.gettempdir()) / "raydispatch-ledgers" / job
+        ledger = Path(tempfile.gettempdir()) / "raydispatch-ledgers" / uuid4().hex
     folder = Folder(spark, str(ledger))
     if overwrite:
         folder.remove()
