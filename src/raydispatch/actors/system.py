@@ -296,6 +296,33 @@ class DispatchSystem:
             ledger=ledger, job_id=job_id, resume=resume, on_open=on_open, on_progress=on_progress,
         )  # fmt: skip
 
+    def route_dataset(
+        self,
+        ds: Any,
+        *,
+        topic: str | None = None,
+        message_type: str | None = None,
+        payload: str | None = None,
+        key: str | None = None,
+        correlation_id: str | None = None,
+        message_id: str | None = None,
+        traceparent: str | None = None,
+        ledger: "str | Path | None" = None,
+        job_id: str | None = None,
+        on_open: 'Literal["refuse", "wait"]' = "refuse",
+        on_progress: "OnProgress | None" = None,
+    ) -> "RouteReport":
+        """As `route`, for a Ray Dataset: one of `ray.data.from_spark(df)`, for instance. Columns are given by name."""
+        from raydispatch.spark.dataset import route_dataset
+
+        columns = {
+            "topic": topic, "message_type": message_type, "payload": payload, "key": key,
+            "correlation_id": correlation_id, "message_id": message_id, "traceparent": traceparent,
+        }  # fmt: skip
+        return route_dataset(
+            self._target(), ds, columns, ledger=ledger, job_id=job_id, on_open=on_open, on_progress=on_progress
+        )
+
     def route_stream(
         self,
         df: "DataFrame",

@@ -44,11 +44,16 @@ class Order(NamedTuple):
     """The job, if somebody wants to see how far it is."""
 
 
-def push(order: Order, batches: Iterator[pa.RecordBatch], repeated: bool = False) -> Iterator[pa.RecordBatch]:
+def push(
+    order: Order,
+    batches: Iterator[pa.RecordBatch],
+    repeated: bool = False,
+    occurrences: Occurrences | None = None,
+) -> Iterator[pa.RecordBatch]:
     """Send the rows of a partition, and yield their ledger as it comes back."""
     line = _line(order)
     under_way: deque[tuple[Known, Codes, Future[RowDelivery]]] = deque()
-    occurrences = Occurrences()
+    occurrences = occurrences or Occurrences()
     for batch in batches:
         for piece in _pieces(batch):
             rows = _Rows(piece, order, occurrences)

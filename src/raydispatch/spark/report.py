@@ -1,25 +1,23 @@
 """The report of a job: its ledger, and what can be asked of it."""
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
-
-from raydispatch.dispatch.outcome import DispatchStatus
 from raydispatch.errors import InvalidParameter, LedgerUnbalanced
-from raydispatch.spark.files import Folder
-from raydispatch.spark.ledger import LEDGER_DDL, LEDGER_FORMAT
+from raydispatch.spark.ledger import LEDGER_FORMAT
+from raydispatch.spark.reading import DONE, ArrowReader, LedgerReader, SparkReader
 
-_TERMINAL = [status.value for status in DispatchStatus if status.is_terminal()]
+ABOUT = "_raydispatch.json"
+"""The file beside a ledger that says whose it is."""
 
 
 class Balance(NamedTuple):
     """What `verify` has found to agree."""
 
     submitted: int
-    """Rows that Spark has read, as it counted them itself."""
+    """Rows that were read, as Spark counted them itself; those of the ledger, where nobody counted."""
     recorded: int
     """Rows of the ledger."""
     distinct: int
@@ -36,20 +34,22 @@ class RouteReport:
     def __init__(
         self, spark: Any, path: str, job_id: str, submitted: int | None = None, seconds: float | None = None
     ) -> None:
-        self._spark = spark
+        self._reader: LedgerReader = ArrowReader(path) if spark is None else SparkReader(spark, path)
         self.path = path
         """Where the ledger is."""
         self.job_id = job_id
         self.submitted = submitted
-        """Rows that were read; None of a ledger that was opened later."""
+        """Rows that were read; None if nobody counted them, as of a ledger that was opened later."""
         self.seconds = seconds
         """How long the job took."""
 
     @classmethod
     def open(cls, spark: Any, path: "str | Path") -> "RouteReport":
         """A ledger that was written before, by this process or another one, even if that one died meanwhile."""
+        from raydispatch.spark.files import Folder
+
         folder = Folder(spark, str(path))
-        about = folder.read("_raydispatch.json")
+        about = folder.read(ABOUT)
         if about is None:
             raise InvalidParameter(f"There is no ledger in {folder.path}.")
         if about["format"] != LEDGER_FORMAT:
@@ -57,48 +57,40 @@ class RouteReport:
         return cls(spark, folder.path, about["job_id"])
 
     @property
-    def ledger(self) -> DataFrame:
-        """One row for each row submitted."""
-        return self._spark.read.schema(LEDGER_DDL).parquet(self.path)
+    def ledger(self) -> Any:
+        """One row for each row submitted: a Spark DataFrame; of a job over a Ray Dataset, a Dataset."""
+        return self._reader.frame
 
     @cached_property
     def counts(self) -> dict[str, int]:
-        """How many rows ended how."""
-        rows = self.ledger.groupBy("status").count().collect()
-        return {row["status"]: row["count"] for row in sorted(rows, key=lambda row: -row["count"])}
+        """How many rows ended how, the most frequent first."""
+        return dict(sorted(self._reader.counts().items(), key=lambda one: -one[1]))
 
-    def failed(self) -> DataFrame:
-        """The rows that did not succeed."""
-        return self.ledger.where(~F.col("status").isin("success", "skipped"))
+    def failed(self) -> Any:
+        """The rows of the ledger that did not succeed."""
+        return self._reader.failed()
 
     def explain(self, row_id: str) -> str:
         """What became of one row, in words."""
-        rows = self.ledger.where(F.col("row_id") == str(row_id)).collect()
+        rows = self._reader.find(str(row_id))
         if not rows:
             return f"There is no row '{row_id}' in the ledger."
         return "\n\n".join(_explained(row) for row in rows)
 
     def verify(self) -> Balance:
         """Prove that every row is in the ledger once, with an end; raises `LedgerUnbalanced` if not."""
-        found = self.ledger.agg(
-            F.count(F.lit(1)).alias("rows"),
-            F.countDistinct("row_id").alias("ids"),
-            F.sum(F.when(~F.col("status").isin(_TERMINAL) | F.col("status").isNull(), 1).otherwise(0)).alias("open"),
-            F.sum(F.when(_contradicts(), 1).otherwise(0)).alias("wrong"),
-        ).collect()[0]
-        balance = Balance(
-            found["rows"] if self.submitted is None else self.submitted, found["rows"], found["ids"], self.counts
-        )
+        facts = self._reader.facts()
+        submitted = facts.rows if self.submitted is None else self.submitted
         faults = []
-        if balance.submitted != balance.recorded or sum(self.counts.values()) != balance.recorded:
-            faults.append(f"{balance.submitted:,} rows were submitted, and {balance.recorded:,} are in the ledger")
-        if found["open"]:
-            faults.append(f"{found['open']:,} rows have no end")
-        if found["wrong"]:
-            faults.append(f"of {found['wrong']:,} rows, the status does not fit what their dispatchers did")
+        if submitted != facts.rows or sum(self.counts.values()) != facts.rows:
+            faults.append(f"{submitted:,} rows were submitted, and {facts.rows:,} are in the ledger")
+        if facts.unended:
+            faults.append(f"{facts.unended:,} rows have no end")
+        if facts.contradictory:
+            faults.append(f"of {facts.contradictory:,} rows, the status does not fit what their dispatchers did")
         if faults:
             raise LedgerUnbalanced(self.path, tuple(faults))
-        return balance
+        return Balance(submitted, facts.rows, facts.ids, self.counts)
 
     def show(self) -> None:
         """Print a summary."""
@@ -106,32 +98,15 @@ class RouteReport:
 
     def __str__(self) -> str:
         total = sum(self.counts.values())
-        rate = f", {total / self.seconds:,.0f} rows/s" if self.seconds else ""
-        took = f" in {self.seconds:.1f} s{rate}" if self.seconds else ""
+        took = f" in {self.seconds:.1f} s, {total / self.seconds:,.0f} rows/s" if self.seconds else ""
         lines = [f"{total:,} rows{took}"]
-        lines += [f"  {status:<18}{count:>14,}  {count / total:7.2%}" for status, count in self.counts.items()]
-        for error in self._errors():
-            lines.append(f"  {error['count']:>10,} × {error['error_code']}: {_short(error['error'])}")
+        lines += [f"  {status:<18}{count:>14,}  {count / total:8.2%}" for status, count in self.counts.items()]
+        if not set(self.counts) <= set(DONE):
+            lines += [f"  {one.rows:>10,} × {one.code}: {_short(one.example)}" for one in self._reader.errors(5)]
         return "\n".join([*lines, f"  ledger: {self.path}"])
 
-    def _errors(self) -> list[Any]:
-        """The most frequent errors."""
-        if set(self.counts) <= {"success", "skipped"}:
-            return []
-        grouped = (
-            self.failed().groupBy("error_code").agg(F.count(F.lit(1)).alias("count"), F.first("error").alias("error"))
-        )
-        found: list[Any] = grouped.orderBy(F.desc("count")).limit(5).collect()
-        return found
 
-
-def _contradicts() -> Any:
-    """A success, of which a dispatcher failed; or a failure of dispatchers, none of which did."""
-    bad = F.expr("size(filter(dispatchers, one -> one.status not in ('success', 'skipped')))")
-    return ((F.col("status") == "success") & (bad > 0)) | ((F.col("status") == "dispatcher_error") & (bad == 0))
-
-
-def _explained(row: Any) -> str:
+def _explained(row: Mapping[str, Any]) -> str:
     lines = [f"Row {row['row_id']}: {row['status']}", f"  topic {row['topic']}, type {row['message_type']}"]
     lines += [
         f"  {one['id']}: {one['status']} after {one['attempts']} "

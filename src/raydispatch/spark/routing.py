@@ -20,7 +20,7 @@ from raydispatch.spark.frame import Columns, message_frame, message_id_column
 from raydispatch.spark.ledger import LEDGER_DDL, LEDGER_FORMAT
 from raydispatch.spark.progress import Ask, OnProgress, as_job, told
 from raydispatch.spark.push import Order, push
-from raydispatch.spark.report import RouteReport
+from raydispatch.spark.report import ABOUT, RouteReport
 from raydispatch.spark.session import check_session
 
 HOLD_SECONDS = 600.0
@@ -65,7 +65,7 @@ def route(
         df, only = _unfinished(df, columns, earlier)
     frame = message_frame(df, columns, job, only)
     folder = _folder(spark, ledger, overwrite)
-    folder.write("_raydispatch.json", {"format": LEDGER_FORMAT, "job_id": job, "system": target.name})
+    folder.write(ABOUT, {"format": LEDGER_FORMAT, "job_id": job, "system": target.name})
     order = Order(
         target.name, ray.get_runtime_context().gcs_address, target.settings, target.max_payload_bytes,
         HOLD_SECONDS if on_open == "wait" else 0.0, is_repeat, job if on_progress else None,
