@@ -31,7 +31,8 @@ def main() -> None:
 
 
 def benchmarks() -> list[Path]:
-    return [path for path in sorted(HERE.glob("*.py")) if path.name not in (Path(__file__).name, "harness.py")]
+    others = (Path(__file__).name, "harness.py", "soak.py")
+    return [path for path in sorted(HERE.glob("[a-z]*.py")) if path.name not in others]
 
 
 def measured(path: Path, quick: bool) -> list[Bar] | None:

@@ -22,6 +22,8 @@ from raydispatch.actors.plan import Plan
 from raydispatch.actors.replica import Duty, ReplicaActor
 from raydispatch.actors.replies import Mailbox
 from raydispatch.actors.router import RouterActor
+from raydispatch.actors.row_desk import envelopes_of
+from raydispatch.actors.rows import RowPart
 from raydispatch.actors.status import DispatcherStatus, SystemStatus
 from raydispatch.actors.wire import Key, decode
 from raydispatch.delivery.dead_letters import DeadLetter
@@ -258,6 +260,12 @@ class Controller:
         """Keep a message that took its replicas with it."""
         now = datetime.now(UTC)
         self._letters.append(cloudpickle.dumps(DeadLetter(key[0], decode(blob, key), outcome, now, now, table_version)))
+
+    async def bury_row(self, part: RowPart, outcome: Outcome, table_version: str) -> None:
+        """Keep a row that took its replicas with it."""
+        (envelope,) = envelopes_of(part, await part.content[0])
+        now = datetime.now(UTC)
+        self._letters.append(cloudpickle.dumps(DeadLetter(envelope.topic, envelope, outcome, now, now, table_version)))
 
     async def note_rows(self, job_id: str, counts: Mapping[str, int]) -> None:
         """So many more rows of a job have ended so; told by those who send them, to be shown while it runs."""

@@ -115,14 +115,14 @@ class Replica:
             dispatcher = self._dispatcher or await self._load()
         except Exception as error:
             return RowReport.alike(self._unstarted(error, None))
-        room = dispatcher.spec.max_in_flight - self._admitted
-        if self._has_suspect or (self._admitted and len(part.codes) > room):
-            return None
         try:
             content = await part.content[0]
         except RayError as error:
             words = f"its rows are gone, most likely with the process that sent them: {describe_exception(error)}"
             return RowReport.alike(_ended(self._id, None, ErrorCode.REPLICA_LOST, words))
+        room = dispatcher.spec.max_in_flight - self._admitted
+        if self._has_suspect or (self._admitted and len(part.codes) > room):
+            return None
         async with self._quiet() if part.alone else nullcontext():
             with self._admission(len(part.codes)):
                 report = await self._desk.process(part, content, self._duty.table_version)

@@ -16,7 +16,7 @@ from raydispatch.actors.circuit import CLOSED, Circuit
 from raydispatch.actors.courier import NO_REPLICA_SECONDS, Courier
 from raydispatch.actors.plan import Plan, Target
 from raydispatch.actors.row_courier import RowCourier
-from raydispatch.actors.rows import RowDelivery, Shipment, row_choice
+from raydispatch.actors.rows import RowDelivery, RowPart, Shipment, row_choice
 from raydispatch.actors.wire import Delivery, Key, Parcel, Selection
 from raydispatch.dispatch.metrics import DispatchMetrics, MetricsRecorder
 from raydispatch.dispatch.outcome import WORST_FIRST, DispatchStatus, Outcome, worst_status
@@ -57,7 +57,7 @@ class Router:
         self._ended = asyncio.Event()
         self._metrics = MetricsRecorder(most_topics=settings.metric_topics)
         self._courier = Courier(self._metrics, self._bury, self._watch)
-        self._row_courier = RowCourier(self._metrics, self._watch)
+        self._row_courier = RowCourier(self._metrics, self._bury_row, self._watch)
         self._watching: asyncio.Task[None] | None = None
 
     # Data
@@ -195,6 +195,10 @@ class Router:
     def _bury(self, key: Key, blob: bytes, outcome: Outcome) -> None:
         version = self._plan.table.version if self._plan else ""
         self._controller.bury_lost.remote(key, blob, outcome, version)
+
+    def _bury_row(self, part: RowPart, outcome: Outcome) -> None:
+        version = self._plan.table.version if self._plan else ""
+        self._controller.bury_row.remote(part, outcome, version)
 
     def _watch(self) -> None:
         """Ask the quarantined ones until they are well: Ray restarts them."""

@@ -29,8 +29,11 @@ HOLD_SECONDS = 0.1
 class RowCourier:
     """Sends, waits for room or for a circuit, and sends again what was with a replica that died, if it may be."""
 
-    def __init__(self, metrics: MetricsRecorder, on_loss: Callable[[], None]) -> None:
+    def __init__(
+        self, metrics: MetricsRecorder, bury: Callable[[RowPart, Outcome], None], on_loss: Callable[[], None]
+    ) -> None:
         self._metrics = metrics
+        self.bury = bury
         self._on_loss = on_loss
 
     async def send_all(
@@ -126,11 +129,8 @@ class _Errand:
     async def _send_again(self, part: RowPart) -> RowReport:
         """Rows that a lost router may have sent already: whoever knows one gets it, and answers from memory."""
         owners = await self._target.row_owners(part)
-        reports, positions = [], []
-        for owner, rows in owners:
-            reports.append(await self._send_to(owner, part.take(rows)))
-            positions.append(rows)
-        return joined(reports, positions)
+        reports = await asyncio.gather(*(self._send_to(owner, part.take(rows)) for owner, rows in owners))
+        return joined(reports, [rows for _, rows in owners])
 
     async def _send_to(self, owner: Endpoint[Any] | None, part: RowPart) -> RowReport:
         if owner is not None:
@@ -143,6 +143,8 @@ class _Errand:
         """Send until it has a report; rows that found the circuit open go again, if they may wait."""
         report = await self._send_once(part, losses, owner)
         while monotonic() < self._hold_until and (refused := _refused(report, len(part.codes))) is not None:
+            # The replica may know of the open circuit before the router does, or be busy with the trial.
+            await asyncio.sleep(min(self._hold_until - monotonic(), HOLD_SECONDS))
             await self._admitted()
             later = await self._send_once(part.take(refused), None, owner)
             kept = np.setdiff1d(np.arange(len(part.codes)), refused)
@@ -198,7 +200,9 @@ class _Errand:
         # Others that ran in the same process are as suspicious, and as likely innocent: only a loss alone counts.
         losses = Losses(losses.alone + alone, losses.all + 1)
         if losses.alone >= self._target.rule.tries or losses.all >= MOST_LOSSES:
-            return self._courier.lost(self._id, count, f"{losses.all} replicas were lost while it ran")
+            report = self._courier.lost(self._id, count, f"{losses.all} replicas were lost while it ran")
+            self._courier.bury(part, report.kinds[0]._replace(route_id=part.route_ids[part.codes[0]]))
+            return report
         return await self._send(part._replace(alone=alone or losses.all > 1), losses)
 
 

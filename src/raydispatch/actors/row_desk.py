@@ -84,11 +84,20 @@ class RowDesk:
 
     async def _joined(self, ids: Ids) -> None:
         """Wait for those of them that run already: then they are known."""
-        for done, others in list(self._under_way.items()):
-            if np.isin(ids[:, 0], others[:, 0]).any():
-                await done.wait()
+        while (done := self._running(ids)) is not None:
+            await done.wait()
+
+    def _running(self, ids: Ids) -> asyncio.Event | None:
+        return next((done for done, others in self._under_way.items() if np.isin(ids[:, 0], others[:, 0]).any()), None)
 
     async def _run(self, part: RowPart, content: pa.Table, ids: Ids, version: str) -> RowReport:
+        if part.resent and self._dispatcher.spec.at_most_once:
+            words = "it was sent before, and may have run: it is not run again"
+            lost = Outcome(
+                self._id, DispatchStatus.DISPATCHER_ERROR, error_code=ErrorCode.REPLICA_LOST, error_message=words
+            )
+            self._metrics.record_outcome(lost, len(ids))
+            return RowReport.alike(lost)
         started_at = datetime.now(UTC)
         if self._tables is not None:
             ended = await self._tables.run(_table(part, content))
@@ -109,8 +118,11 @@ class RowDesk:
 
     def _count(self, report: RowReport, codes: npt.NDArray[np.int32]) -> None:
         if isinstance(report.durations_ms, float):
-            for kind, count in zip(report.kinds, np.bincount(codes).tolist(), strict=True):
-                self._metrics.record_outcome(kind._replace(duration_ms=report.durations_ms), count)
+            # A kind may be of a try that was not the last one: then no row has ended so.
+            counts = np.bincount(codes, minlength=len(report.kinds)).tolist()
+            for kind, count in zip(report.kinds, counts, strict=True):
+                if count:
+                    self._metrics.record_outcome(kind._replace(duration_ms=report.durations_ms), count)
             return
         is_plain = np.array([kind.status is _SUCCESS for kind in report.kinds])[codes]
         self._metrics.record_successes(self._id, report.durations_ms[is_plain].tolist(), datetime.now(UTC))
@@ -127,16 +139,20 @@ class RowDesk:
         version: str,
         started_at: datetime,
     ) -> None:
-        is_final = np.array([kind.status in FINAL_FAILURES for kind in report.kinds])
-        if not is_final.any():
-            return
+        is_final = np.array([kind.status in FINAL_FAILURES for kind in report.kinds], bool)
         rows = np.flatnonzero(is_final[codes])[-MOST_LETTERS:]
-        envelopes = _envelopes(part.take(rows), content)
+        if not len(rows):
+            return
+        failed = part.take(rows)
+        outcomes = [
+            report.kinds[kind]._replace(route_id=part.route_ids[key])
+            for kind, key in zip(codes[rows].tolist(), failed.codes.tolist(), strict=True)
+        ]
         ended_at = datetime.now(UTC)
         self._bury(
             [
-                DeadLetter(envelope.topic, envelope, report.kinds[code], started_at, ended_at, version)
-                for envelope, code in zip(envelopes, codes[rows].tolist(), strict=True)
+                DeadLetter(envelope.topic, envelope, outcome, started_at, ended_at, version)
+                for envelope, outcome in zip(envelopes_of(failed, content), outcomes, strict=True)
             ]
         )
 
@@ -149,7 +165,7 @@ class RowsUnderWay:
     def __init__(self, dispatcher: Dispatcher, part: RowPart, content: pa.Table) -> None:
         self._run = dispatcher.run
         self._part = part
-        self._envelopes = _envelopes(part, content)
+        self._envelopes = envelopes_of(part, content)
         self._left = len(part.codes)
         plain = Outcome(dispatcher.spec.dispatcher_id, _SUCCESS, attempts=1)
         self.kinds: dict[Outcome, int] = {plain: 0}
@@ -215,7 +231,8 @@ def _table(part: RowPart, content: pa.Table) -> pa.Table:
     return pa.table([columns[name] for name in names], names=names)
 
 
-def _envelopes(part: RowPart, content: pa.Table) -> list[Envelope[Any]]:
+def envelopes_of(part: RowPart, content: pa.Table) -> list[Envelope[Any]]:
+    """The rows as single messages."""
     rows = _rows(content, part)
     nothing = [None] * rows.num_rows
     found = {

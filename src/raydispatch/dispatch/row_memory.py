@@ -34,9 +34,14 @@ class RowMemory:
             ids, codes = ids[kept], codes[kept]
         if not len(ids):
             return
-        if len(self._young) >= self._half:
-            self._old, self._young = self._young, _Generation()
-        self._young.add(ids, [kind._replace(repeated=True) for kind in kinds], codes)
+        stored = [kind._replace(repeated=True) for kind in kinds]
+        start = max(0, len(ids) - 2 * self._half)  # Of a part larger than all that fits, the last ones.
+        while start < len(ids):
+            if len(self._young) >= self._half:
+                self._old, self._young = self._young, _Generation()
+            end = start + self._half - len(self._young)
+            self._young.add(ids[start:end], stored, codes[start:end])
+            start = end
 
     def recall(self, ids: Ids) -> tuple[npt.NDArray[np.int64], list[Outcome]]:
         """Which of these are known, by position, and their stored outcomes."""

@@ -73,16 +73,17 @@ class TableRunner:
     async def _try(self, table: pa.Table) -> "_Ended | None":
         """One call under the breaker; None if it refuses."""
         breaker = self._dispatcher.breaker
-        permit = breaker.admit() if breaker is not None else None
-        if permit is None and breaker is not None:
-            return None
-        try:
-            async with self._slots:
+        async with self._slots:
+            # Asked when the call begins: while it waited, others may have failed.
+            permit = breaker.admit() if breaker is not None else None
+            if permit is None and breaker is not None:
+                return None
+            try:
                 found = await self._dispatcher.attempt(table, _call, _read)
-        except BaseException:
-            if breaker is not None and permit is not None:
-                breaker.withdrawn(permit)
-            raise
+            except BaseException:
+                if breaker is not None and permit is not None:
+                    breaker.withdrawn(permit)
+                raise
         if found is None:
             ended = _Ended(np.zeros(table.num_rows, np.int32), ())
         elif isinstance(found, Failure):
@@ -162,5 +163,7 @@ def _read(output: Any, table: pa.Table) -> "_Ended | Failure":
 
 def _array(output: Any) -> pa.Array:
     if isinstance(output, pa.ChunkedArray):
-        return output.combine_chunks()
+        output = output.combine_chunks()
+    if isinstance(output, pa.DictionaryArray):
+        output = output.dictionary_decode()  # Its dictionary may have statuses that no row has.
     return output if isinstance(output, pa.Array) else pa.array(output, pa.string())

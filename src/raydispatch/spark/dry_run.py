@@ -1,7 +1,7 @@
 """A dry run: where the rows of a DataFrame would go, by a table or by two. Nothing is sent."""
 
-from collections.abc import Callable, Iterator
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -34,48 +34,38 @@ _DDL = (
 
 
 class DryRun:
-    """What would happen. `keys` has a row for each distinct topic and message type.
+    """What would happen, by distinct topic and message type.
 
-    Example: `system.dry_run(df, against=new_engine).changed.show()`.
+    Example: `system.dry_run(df, against=new_engine).show()`.
     """
 
-    def __init__(self, keys: DataFrame, has_other: bool) -> None:
+    def __init__(self, spark: Any, keys: Sequence[Mapping[str, Any]], has_other: bool) -> None:
+        self._spark = spark
         self._keys = keys
         self._has_other = has_other
-
-    @cached_property
-    def keys(self) -> DataFrame:
-        """Topic, message type, number of rows, status (`routed`, `no_dispatcher`, `invalid_message`), routes and
-        dispatchers; and those of the other table, if there is one."""
-        # Kept by Spark, so that the input is read once, whatever is asked.
-        return self._keys.cache()
-
-    @cached_property
-    def counts(self) -> dict[str, int]:
-        """Rows by what would become of them."""
-        return self._summed("status")
-
-    @cached_property
-    def routes(self) -> dict[str, int]:
+        self.counts = _summed((row["status"], row["rows"]) for row in keys)
+        """Rows by what would become of them: `routed`, `no_dispatcher`, `invalid_message`."""
+        self.routes = _summed((name, row["rows"]) for row in keys for name in row["routes"])
         """Rows by route; a row counts for each route that leads it to a dispatcher."""
-        return self._exploded("routes")
-
-    @cached_property
-    def dispatchers(self) -> dict[str, int]:
+        self.dispatchers = _summed((name, row["rows"]) for row in keys for name in row["dispatchers"])
         """Rows by dispatcher."""
-        return self._exploded("dispatchers")
+
+    @property
+    def keys(self) -> DataFrame:
+        """Topic, message type, rows, status, routes and dispatchers; and those of the other table, if there is one."""
+        return self._frame(self._keys)
 
     @property
     def unmatched(self) -> DataFrame:
         """Topics and types that nobody takes."""
-        return self.keys.where(F.col("status") != "routed").select("topic", "message_type", "rows", "status")
+        return self._frame(self._unmatched()).select("topic", "message_type", "rows", "status")
 
     @property
     def changed(self) -> DataFrame:
         """Topics and types that the other table sends to other dispatchers."""
         if not self._has_other:
             raise InvalidParameter("There is no other table to compare with: dry_run(df, against=engine) takes one.")
-        return self.keys.where(F.array_sort("dispatchers") != F.array_sort("other_dispatchers")).drop("status")
+        return self._frame(self._changed()).drop("status")
 
     def show(self, most: int = 20) -> None:
         """Print a summary."""
@@ -86,27 +76,19 @@ class DryRun:
         lines = [f"{sum(self.counts.values()):,} rows, nothing sent"]
         lines += [f"  {status:<18}{count:>14,}" for status, count in self.counts.items()]
         lines += ["by dispatcher", *(f"  {name:<18}{count:>14,}" for name, count in self.dispatchers.items())]
-        lines += _listed("nobody takes", self.unmatched, most, lambda row: f"{row['topic']} ({row['message_type']})")
+        lines += _listed("nobody takes", self._unmatched(), most, _key)
         if self._has_other:
-            lines += _listed(
-                "the other table changes",
-                self.changed,
-                most,
-                lambda row: (
-                    f"{row['topic']} ({row['message_type']}): {_names(row['dispatchers'])} → "
-                    f"{_names(row['other_dispatchers'])}"
-                ),
-            )
+            lines += _listed("the other table changes", self._changed(), most, _change)
         return "\n".join(lines)
 
-    def _summed(self, column: str) -> dict[str, int]:
-        rows = self.keys.groupBy(column).agg(F.sum("rows").alias("rows")).orderBy(F.desc("rows")).collect()
-        return {row[column]: row["rows"] for row in rows}
+    def _unmatched(self) -> list[Mapping[str, Any]]:
+        return [row for row in self._keys if row["status"] != "routed"]
 
-    def _exploded(self, column: str) -> dict[str, int]:
-        exploded = self.keys.select(F.explode(column).alias("name"), "rows")
-        rows = exploded.groupBy("name").agg(F.sum("rows").alias("rows")).orderBy(F.desc("rows"), "name").collect()
-        return {row["name"]: row["rows"] for row in rows}
+    def _changed(self) -> list[Mapping[str, Any]]:
+        return [row for row in self._keys if sorted(row["dispatchers"]) != sorted(row["other_dispatchers"])]
+
+    def _frame(self, rows: Sequence[Mapping[str, Any]]) -> DataFrame:
+        return self._spark.createDataFrame([tuple(row[name] for name in _SCHEMA.names) for row in rows], _DDL)
 
 
 def dry_run(
@@ -119,7 +101,10 @@ def dry_run(
     if other is not None and not isinstance(other, RouteTable):
         raise InvalidParameter(f"against takes an engine or a table, not {type(other).__name__}.")
     grouped = key_frame(df, columns).groupBy("topic", "message_type").agg(F.count(F.lit(1)).alias("rows"))
-    return DryRun(grouped.mapInArrow(_matching(table, other), _DDL), other is not None)
+    # One task: what is left after grouping is small, and a Python worker takes longer to start than to match it.
+    matched = grouped.coalesce(1).mapInArrow(_matching(table, other), _DDL)
+    keys = [row.asDict() for row in matched.collect()]
+    return DryRun(df.sparkSession, keys, other is not None)
 
 
 def _matching(
@@ -148,13 +133,30 @@ def _matched(table: RouteTable, row: dict[str, Any], prefix: str) -> dict[str, A
     }
 
 
-def _listed(title: str, rows: DataFrame, most: int, line: Callable[[Any], str]) -> list[str]:
-    found = rows.orderBy(F.desc("rows"), "topic").limit(most + 1).collect()
-    if not found:
+def _summed(counts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    found: Counter[str] = Counter()
+    for name, rows in counts:
+        found[name] += rows
+    return dict(sorted(found.items(), key=lambda one: (-one[1], one[0])))
+
+
+def _listed(
+    title: str, rows: Sequence[Mapping[str, Any]], most: int, line: Callable[[Mapping[str, Any]], str]
+) -> list[str]:
+    if not rows:
         return [f"{title}: nothing"]
-    more = [f"  … and more than {most} others"] if len(found) > most else []
-    return [title, *(f"  {row['rows']:>10,}  {line(row)}" for row in found[:most]), *more]
+    shown = sorted(rows, key=lambda row: (-row["rows"], row["topic"] or ""))[:most]
+    more = [f"  … and {len(rows) - most:,} others"] if len(rows) > most else []
+    return [title, *(f"  {row['rows']:>10,}  {line(row)}" for row in shown), *more]
 
 
-def _names(names: list[str]) -> str:
+def _key(row: Mapping[str, Any]) -> str:
+    return f"{row['topic']} ({row['message_type']})"
+
+
+def _change(row: Mapping[str, Any]) -> str:
+    return f"{_key(row)}: {_names(row['dispatchers'])} → {_names(row['other_dispatchers'])}"
+
+
+def _names(names: Sequence[str]) -> str:
     return ", ".join(names) or "nobody"

@@ -76,8 +76,10 @@ def spark_on_ray(
     use_ray()
     use_java()
     _check_cpus(ray.available_resources(), executors, cores)
-    with tempfile.TemporaryDirectory(prefix="raydispatch-spark-") as folder, _python_paths():
-        settings = {**DEFAULTS, **_java(Path(folder)), **(config or {})}
+    with tempfile.TemporaryDirectory(prefix="raydispatch-spark-") as folder, _python():
+        # Workers find the modules that this process finds.
+        paths = {"spark.executorEnv.PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        settings = {**DEFAULTS, **paths, **_java(Path(folder)), **(config or {})}
         try:
             session = raydp.init_spark(name, executors, cores, memory, configs=settings)
         except Exception as error:
@@ -123,7 +125,7 @@ def _check_cpus(free: Mapping[str, float], executors: int, cores: int) -> None:
 def _java(folder: Path) -> dict[str, str]:
     log = folder / "log4j2.properties"
     log.write_text(_QUIET)
-    quiet = f"-Dlog4j2.configurationFile={log.as_uri()} -Dlog4j.configurationFile={log.as_uri()}"
+    quiet = f"-Dlog4j2.configurationFile={log.as_uri()} -Dlog4j2.StatusLogger.level=OFF"
     return {
         "spark.driver.extraJavaOptions": f"{_JAVA_OPTIONS} {quiet}",
         "spark.executor.extraJavaOptions": _JAVA_OPTIONS,
@@ -132,13 +134,9 @@ def _java(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def _python_paths() -> Iterator[None]:
-    """Executors run the Python of this process, and find what it finds."""
-    wanted = {
-        "PYSPARK_PYTHON": sys.executable,
-        "PYSPARK_DRIVER_PYTHON": sys.executable,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
+def _python() -> Iterator[None]:
+    """Executors run the Python of this process."""
+    wanted = {"PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
