@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The stamp carries a checksum of the files that decide what is installed: a change of either sets up anew.
 STAMP := $(VENV)/.set-up-$(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench soak format clean
 
 demo: $(STAMP)  ## show the main job
 	$(BIN)/raydispatch demo
@@ -20,6 +20,9 @@ check: $(STAMP)  ## lint, format, types
 
 bench: $(STAMP)  ## measure everything that the README claims
 	$(BIN)/python benchmarks/all.py
+
+soak: $(STAMP)  ## ten million rows in bounded memory
+	$(BIN)/python benchmarks/soak.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

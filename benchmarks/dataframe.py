@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ray
 from pydantic import BaseModel
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
+from pyspark.sql import functions as F
 
 from _charts import Column, write_chart
 from _dataframe_peers import Matching, by_regexes, orders, yielding_constants

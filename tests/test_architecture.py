@@ -19,13 +19,15 @@ MAY_IMPORT = {
     "cli": {*CORE, "actors", "spark", "testing"},
 }
 HOMES = {
-    "ray": "actors",
-    "pyspark": "spark",
-    "raydp": "spark",
-    "opentelemetry": "telemetry",
-    "typer": "cli",
-    "pytest": "testing",
+    "ray": {"actors", "spark"},  # Spark's workers call routers, too.
+    "pyspark": {"spark"},
+    "raydp": {"spark"},
+    "opentelemetry": {"telemetry"},
+    "typer": {"cli"},
+    "pytest": {"testing"},
 }
+EXCEPTIONS = {Path("actors/system.py"): {"spark"}}
+"""`DispatchSystem.route` and its like import what they need when they are called."""
 
 
 def imports_of(file: Path) -> set[str]:
@@ -46,14 +48,15 @@ def test_a_folder_imports_only_from_those_before_it(folder: str) -> None:
 
     for file in (SOURCE / folder).rglob("*.py"):
         ours = {name.split(".")[1] for name in imports_of(file) if name.startswith("raydispatch.")}
+        ours -= EXCEPTIONS.get(file.relative_to(SOURCE), set())
         assert ours <= allowed, f"{file} imports {ours - allowed}"
 
 
 def test_each_library_has_one_home() -> None:
     for file in SOURCE.rglob("*.py"):
         for name in imports_of(file):
-            home = HOMES.get(name.split(".")[0])
-            assert home in (None, file.relative_to(SOURCE).parts[0]), f"{file} imports {name}"
+            folder = file.relative_to(SOURCE).parts[0]
+            assert folder in HOMES.get(name.split(".")[0], {folder}), f"{file} imports {name}"
 
 
 def test_every_module_has_its_test() -> None:

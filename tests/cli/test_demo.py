@@ -7,15 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from io import StringIO
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from raydispatch.cli.demo import night
 from raydispatch.cli.demo.ledger import Ledger
+from raydispatch.cli.demo.screen import Screen
 from raydispatch.cli.demo.shop import MailServer, build_shop, customer, everyday, order
 from raydispatch.cli.main import app
 from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus
+
+if TYPE_CHECKING:
+    from raydispatch.actors.system import DispatchSystem
 
 
 def shown(ledger: Ledger) -> str:
@@ -97,6 +103,16 @@ def test_the_demo_wants_a_message_at_least() -> None:
     assert CliRunner().invoke(app, ["demo", "--messages", "0"]).exit_code == 2
 
 
+def test_without_spark_the_demo_says_in_a_line_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(night, "has_spark", lambda: False)
+    console = Console(file=StringIO(), width=120)
+
+    with console.capture() as captured:
+        assert night.route_orders(Screen(console), console, cast("DispatchSystem", None))
+
+    assert "Left out. Spark on Ray is not installed: pip install 'raydispatch[spark]'." in captured.get()
+
+
 @pytest.mark.slow
 def test_the_demo_on_ray_tells_its_story_and_adds_up() -> None:
     done = subprocess.run(
@@ -108,7 +124,8 @@ def test_the_demo_on_ray_tells_its_story_and_adds_up() -> None:
     story = [
         "the shop is open", "1. Routing", "1,000 messages done", "2. A circuit breaker", "the circuit is open",
         "the mail server is repaired", "the circuit is closed", "3. Scaling under load", "scaled to 3 replicas",
-        "The ledger", "are gone",
+        "The ledger", "4. A DataFrame", "200,000 orders done", "The ledger of the DataFrame", "195,800", "Row order-1:",
+        "every row has its entry", "are gone",
     ]  # fmt: skip
     places = [done.stdout.find(words) for words in story]
     assert -1 not in places, story[places.index(-1)]

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from raydispatch.actors.rows import RowPart, RowReport, joined
 from raydispatch.delivery.dead_letters import FINAL_FAILURES, DeadLetter
@@ -239,20 +239,20 @@ def envelopes_of(part: RowPart, content: pa.Table) -> list[Envelope[Any]]:
         name: rows[name].to_pylist(maps_as_pydicts="lossy") if name in rows.column_names else nothing
         for name in ("key", "traceparent", "payload")
     }
-    numbers = _numbers(rows["message_id"])
-    correlations = _numbers(rows["correlation_id"]) if "correlation_id" in rows.column_names else numbers
+    ids = _uuids(rows["message_id"])
+    correlations = _uuids(rows["correlation_id"]) if "correlation_id" in rows.column_names else ids
     keys = [part.keys[code] for code in part.codes.tolist()]
     attempt = 1 + part.resent
     return [
         Envelope.restored(
-            payload, key.message_type or type(payload).__name__, key.topic or "", order, uuid_of(number),
-            uuid_of(correlation), None, traceparent, None, attempt, 0,
+            payload, key.message_type or type(payload).__name__, key.topic or "", order, message_id, correlation_id,
+            None, traceparent, None, attempt, 0,
         )
-        for payload, key, order, number, correlation, traceparent in zip(
-            found["payload"], keys, found["key"], numbers, correlations, found["traceparent"], strict=True
+        for payload, key, order, message_id, correlation_id, traceparent in zip(
+            found["payload"], keys, found["key"], ids, correlations, found["traceparent"], strict=True
         )
     ]  # fmt: skip
 
 
-def _numbers(column: pa.ChunkedArray) -> list[int]:
-    return [int.from_bytes(identity, "big") for identity in pc.cast(column, pa.binary()).to_pylist()]
+def _uuids(column: pa.ChunkedArray) -> list[UUID]:
+    return [uuid_of(int.from_bytes(identity, "big")) for identity in column.to_pylist()]

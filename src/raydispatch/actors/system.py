@@ -40,11 +40,9 @@ from raydispatch.settings import SystemSettings
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pyspark.sql import DataFrame
-
     from raydispatch.routing.table import RouteTable
     from raydispatch.spark.dry_run import DryRun
-    from raydispatch.spark.frame import ColumnLike
+    from raydispatch.spark.frame import ColumnLike, DataFrame
     from raydispatch.spark.progress import OnProgress
     from raydispatch.spark.report import RouteReport
     from raydispatch.spark.routing import Target

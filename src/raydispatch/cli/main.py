@@ -15,6 +15,7 @@ from raydispatch.cli.lint import lint
 from raydispatch.cli.routes import routes
 from raydispatch.cli.scale import scale
 from raydispatch.cli.status import status
+from raydispatch.cli.submit import submit
 from raydispatch.cli.top import top
 from raydispatch.errors import DispatchError
 
@@ -27,7 +28,7 @@ app = typer.Typer(
 app.command()(demo)
 for command in (routes, explain, lint):
     app.command(rich_help_panel="An engine: what would happen")(command)
-for on_ray in (deploy, status, top, scale, down):
+for on_ray in (deploy, submit, status, top, scale, down):
     app.command(rich_help_panel="A system on Ray: what happens")(on_ray)
 
 

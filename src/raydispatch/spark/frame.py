@@ -15,6 +15,8 @@ ColumnLike: TypeAlias = "str | Column | None"
 ALL_OTHERS = "*"
 """As a payload: a struct of all columns that are nothing else."""
 
+__all__ = ["ALL_OTHERS", "ColumnLike", "Columns", "DataFrame", "key_frame", "message_frame", "message_id_column"]
+
 _TEXT = (T.StringType, T.VarcharType, T.CharType)
 _PAYLOADS = (*_TEXT, T.BinaryType, T.StructType, T.MapType)
 
@@ -56,11 +58,6 @@ def key_frame(df: DataFrame, columns: Columns) -> DataFrame:
     nothing = F.lit(None).cast("string")
     frame = df.select(topic.alias("topic"), (nothing if message_type is None else message_type).alias("message_type"))
     return _typed(frame)
-
-
-def has_message_ids(df: DataFrame, columns: Columns) -> bool:
-    """Whether the rows have ids of their own."""
-    return _column(df, "message_id", columns.message_id) is not None
 
 
 def message_id_column(df: DataFrame, columns: Columns) -> Column:

@@ -2,8 +2,11 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
 
 OnProgress: TypeAlias = Callable[["dict[str, int]"], None]
 """Is told the rows so far, by status, twice a second. A task that runs again counts again: these are no accounts."""
@@ -11,6 +14,8 @@ Ask: TypeAlias = Callable[[str], "dict[str, int]"]
 """Asks the controller for the rows of a job."""
 
 TELL_SECONDS = 0.5
+CANCEL_SECONDS = 15.0
+"""How long to wait for jobs that were cancelled; what is left of them ends with Spark."""
 
 
 @contextmanager
@@ -35,16 +40,42 @@ def told(job_id: str, ask: Ask, on_progress: OnProgress | None) -> Iterator[None
         on_progress(ask(job_id))
 
 
-@contextmanager
-def as_job(spark: Any, job_id: str) -> Iterator[None]:
-    """What Spark does in this block is one group of jobs, and ends with it: also if it is left by Ctrl-C."""
+def run_job(spark: Any, job_id: str, work: Callable[[], T]) -> T:
+    """Do work with Spark as one group of jobs, which Ctrl-C cancels."""
     context = spark.sparkContext
-    context.setJobGroup(job_id, f"raydispatch {job_id}", interruptOnCancel=True)
+
+    def grouped() -> T:
+        context.setJobGroup(job_id, f"raydispatch {job_id}", interruptOnCancel=True)
+        try:
+            return work()
+        finally:
+            context.setLocalProperty("spark.jobGroup.id", None)
+            context.setLocalProperty("spark.job.description", None)
+
+    return interruptible(grouped, lambda: context.cancelJobGroup(job_id))
+
+
+def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:
+    """Do work with Spark so that Ctrl-C cancels it, and is raised here.
+
+    In the main thread it is done in another one: a call to Java that Ctrl-C breaks off leaves its connection, which
+    belongs to a thread, with an answer that nobody reads. Every later call of that thread would wait for the job, the
+    one that cancels it as well.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="raydispatch work", daemon=True).start()
     try:
-        yield
-    except BaseException:
-        context.cancelJobGroup(job_id)
+        return outcome.result()
+    except KeyboardInterrupt:
+        cancel()
+        wait([outcome], CANCEL_SECONDS)
         raise
-    finally:
-        context.setLocalProperty("spark.jobGroup.id", None)
-        context.setLocalProperty("spark.job.description", None)

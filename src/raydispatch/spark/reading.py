@@ -87,7 +87,8 @@ class SparkReader:
 
     def find(self, row_id: str) -> list[Mapping[str, Any]]:
         """The rows with this id."""
-        return [row.asDict(recursive=True) for row in self.frame.where(self.frame["row_id"] == row_id).collect()]
+        frame = self.frame
+        return [row.asDict(recursive=True) for row in frame.where(frame["row_id"] == row_id).collect()]
 
     def errors(self, most: int) -> list[Error]:
         """The most frequent errors."""

@@ -18,7 +18,7 @@ from raydispatch.settings import SystemSettings
 from raydispatch.spark.files import Folder
 from raydispatch.spark.frame import Columns, message_frame, message_id_column
 from raydispatch.spark.ledger import LEDGER_DDL, LEDGER_FORMAT
-from raydispatch.spark.progress import Ask, OnProgress, as_job, told
+from raydispatch.spark.progress import Ask, OnProgress, run_job, told
 from raydispatch.spark.push import Order, push
 from raydispatch.spark.report import ABOUT, RouteReport
 from raydispatch.spark.session import check_session
@@ -72,15 +72,11 @@ def route(
     )  # fmt: skip
     seen = Observation()
     started = perf_counter()
-    with as_job(spark, job), told(job, target.ask, on_progress):
-        (
-            frame.observe(seen, F.count(F.lit(1)).alias("rows"))
-            .mapInArrow(_pushing(order), LEDGER_DDL)
-            .write.mode("append")
-            # Finished partitions stand in the folder at once, and outlive the driver.
-            .option("mapreduce.fileoutputcommitter.algorithm.version", "2")
-            .parquet(folder.path)
-        )
+    ledgers = frame.observe(seen, F.count(F.lit(1)).alias("rows")).mapInArrow(_pushing(order), LEDGER_DDL)
+    # Finished partitions stand in the folder at once, and outlive the driver.
+    writer = ledgers.write.mode("append").option("mapreduce.fileoutputcommitter.algorithm.version", "2")
+    with told(job, target.ask, on_progress):
+        run_job(spark, job, lambda: writer.parquet(folder.path))
     return RouteReport(spark, folder.path, job, int(seen.get["rows"]), perf_counter() - started)
 
 

@@ -1,13 +1,15 @@
 """Spark on the Ray cluster: a session through RayDP, with what it needs to run there."""
 
 import os
+import signal
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any
+from uuid import uuid4
 
 from raydispatch.errors import InvalidParameter, InvalidState, MissingExtra, SystemUnavailable
 
@@ -16,6 +18,9 @@ _OPENED = (
     "java.lang", "java.lang.invoke", "java.lang.reflect", "java.io", "java.net", "java.nio", "java.math", "java.text",
     "java.time", "java.util", "java.util.concurrent", "java.util.concurrent.atomic", "sun.nio.ch", "sun.nio.cs",
     "sun.security.action", "sun.util.calendar",
+)  # fmt: skip
+_JAVA_KEYS = (
+    "spark.driver.extraJavaOptions", "spark.executor.extraJavaOptions", "spark.ray.raydp_app_master.extraJavaOptions",
 )  # fmt: skip
 _JAVA_OPTIONS = " ".join(f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in _OPENED)
 
@@ -28,18 +33,7 @@ DEFAULTS: Mapping[str, str] = {
     "spark.speculation": "false",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
-    "spark.log.structuredLogging.enabled": "false",
 }
-
-_QUIET = """\
-rootLogger.level = error
-rootLogger.appenderRef.stderr.ref = stderr
-appender.stderr.type = Console
-appender.stderr.name = stderr
-appender.stderr.target = SYSTEM_ERR
-appender.stderr.layout.type = PatternLayout
-appender.stderr.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n
-"""
 
 
 @contextmanager
@@ -50,7 +44,7 @@ def spark_on_ray(
     executors: int = 1,
     cores: int = 2,
     memory: str = "1g",
-    name: str = "raydispatch",
+    name: str | None = None,
     config: Mapping[str, str] | None = None,
 ) -> Iterator[Any]:
     """A Spark session whose executors run on the Ray cluster; it ends with the block.
@@ -76,19 +70,27 @@ def spark_on_ray(
     use_ray()
     use_java()
     _check_cpus(ray.available_resources(), executors, cores)
-    with tempfile.TemporaryDirectory(prefix="raydispatch-spark-") as folder, _python():
+    settings = {
+        **DEFAULTS,
+        "spark.sql.shuffle.partitions": str(2 * executors * cores),
         # Workers find the modules that this process finds.
-        paths = {"spark.executorEnv.PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        settings = {**DEFAULTS, **paths, **_java(Path(folder)), **(config or {})}
-        try:
+        "spark.executorEnv.PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        **dict.fromkeys(_JAVA_KEYS, _JAVA_OPTIONS),
+        **(config or {}),
+    }
+    # RayDP has an actor of this name: with a fixed one, a second Spark on the cluster would be refused.
+    name = name or f"raydispatch-{uuid4().hex[:8]}"
+    try:
+        with hushed(), _own_interrupts(), _this_python():
             session = raydp.init_spark(name, executors, cores, memory, configs=settings)
-        except Exception as error:
-            raise SystemUnavailable(f"Spark could not be started on Ray: {type(error).__name__}: {error}") from error
-        try:
             session.sparkContext.setLogLevel("ERROR")
-            yield session
-        finally:
-            raydp.stop_spark()
+    except Exception as error:
+        raydp.stop_spark()
+        raise SystemUnavailable(f"Spark could not be started on Ray: {type(error).__name__}: {error}") from error
+    try:
+        yield session
+    finally:
+        raydp.stop_spark()
 
 
 def check_session(spark: Any) -> None:
@@ -122,19 +124,8 @@ def _check_cpus(free: Mapping[str, float], executors: int, cores: int) -> None:
         )
 
 
-def _java(folder: Path) -> dict[str, str]:
-    log = folder / "log4j2.properties"
-    log.write_text(_QUIET)
-    quiet = f"-Dlog4j2.configurationFile={log.as_uri()} -Dlog4j2.StatusLogger.level=OFF"
-    return {
-        "spark.driver.extraJavaOptions": f"{_JAVA_OPTIONS} {quiet}",
-        "spark.executor.extraJavaOptions": _JAVA_OPTIONS,
-        "spark.ray.raydp_app_master.extraJavaOptions": _JAVA_OPTIONS,
-    }
-
-
 @contextmanager
-def _python() -> Iterator[None]:
+def _this_python() -> Iterator[None]:
     """Executors run the Python of this process."""
     wanted = {"PYSPARK_PYTHON": sys.executable, "PYSPARK_DRIVER_PYTHON": sys.executable}
     before = {name: os.environ.get(name) for name in wanted}
@@ -147,3 +138,51 @@ def _python() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _own_interrupts() -> Iterator[None]:
+    """Spark takes Ctrl-C over when it starts, to call Java from within a call to Java, which fails: take it back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """What is started in this block writes to a file for as long as it lives. If the block fails, that is shown."""
+    with tempfile.TemporaryFile() as noise:
+        try:
+            with _written_to(noise.fileno()):
+                yield
+        except Exception:
+            noise.seek(0)
+            sys.stderr.write(noise.read().decode(errors="replace"))
+            raise
+
+
+@contextmanager
+def _written_to(file: int) -> Iterator[None]:
+    """Java inherits the numbers 1 and 2, whatever `sys.stdout` is."""
+    kept = {number: os.dup(number) for number in (1, 2)}
+    _flush()
+    try:
+        for number in kept:
+            os.dup2(file, number)
+        yield
+    finally:
+        _flush()
+        for number, copy in kept.items():
+            os.dup2(copy, number)
+            os.close(copy)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()

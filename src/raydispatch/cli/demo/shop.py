@@ -7,6 +7,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import BaseModel
 
 from raydispatch.bus.engine import DispatchEngine
@@ -56,6 +58,30 @@ def build_shop(mail_port: int, bank_seconds: float = 0.0) -> DispatchEngine:
     @engine.dispatcher("shipping", topics="*.order.commands.ship", category=MessageCategory.COMMAND)
     async def ship(envelope: Envelope[object]) -> str:
         return "dev.parcel.events.v1"
+
+    engine.freeze()
+    return engine
+
+
+def build_night_shop() -> DispatchEngine:
+    """The shop with handlers of whole tables: a call to the bank for thousands of orders, not for each."""
+    engine = DispatchEngine("shop")
+
+    @engine.dispatcher(
+        "billing",
+        topics="*.order.events.*",
+        category=MessageCategory.EVENT,
+        priority=10,
+        batch=True,
+        retry=None,  # An order without a number has none the next time, either.
+    )
+    def bill(orders: pa.Table) -> pa.Array:
+        numbers = pc.struct_field(orders["payload"], "order_id")
+        return pc.if_else(pc.is_valid(numbers), "success", "invalid_message")
+
+    @engine.dispatcher("audit", topics="**.events.**", category=MessageCategory.EVENT, batch=True)
+    def audit(events: pa.Table) -> None:
+        return None
 
     engine.freeze()
     return engine

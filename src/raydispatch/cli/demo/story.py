@@ -1,4 +1,4 @@
-"""The demo on Ray, in three parts and a sum."""
+"""The demo on Ray: three parts, their sum, and a DataFrame."""
 
 import asyncio
 import threading
@@ -13,6 +13,7 @@ from rich.console import Console
 from raydispatch.actors.connect import local_ray
 from raydispatch.actors.system import DispatchSystem
 from raydispatch.cli.demo.ledger import Ledger, Message
+from raydispatch.cli.demo.night import route_orders
 from raydispatch.cli.demo.screen import Screen
 from raydispatch.cli.demo.shop import MailServer, build_shop, customer, everyday, order
 from raydispatch.cli.status import Watch, drawn
@@ -31,7 +32,7 @@ MEASURED_SECONDS = 2.5
 
 
 def play(console: Console, messages: int) -> bool:
-    """All of it; whether the ledger adds up. Nothing that was started outlives this, however it ends."""
+    """All of it; whether the ledgers add up. Nothing that was started outlives this, however it ends."""
     screen, ledger = Screen(console), Ledger()
     with MailServer() as mail:
         screen.heading("Starting", "A Ray of our own on this machine, and on it a shop: 2 routers and 4 dispatchers.")
@@ -42,8 +43,9 @@ def play(console: Console, messages: int) -> bool:
                 _break_and_repair(screen, ledger, system, mail)
                 _scale(screen, ledger, system)
             _sum_up(screen, console, ledger, system)
+            rows_add_up = route_orders(screen, console, system)
     screen.say("the shop and its Ray are gone")
-    return ledger.adds_up
+    return ledger.adds_up and rows_add_up
 
 
 @contextmanager
@@ -156,7 +158,7 @@ def _rate(ledger: Ledger) -> float:
 
 
 def _sum_up(screen: Screen, console: Console, ledger: Ledger, system: DispatchSystem) -> None:
-    screen.heading("The shop at the end")
+    screen.heading("The shop after that")
     console.print(drawn(Watch(system).look()))
     screen.heading("The ledger", "What became of every message that was sent:")
     ledger.show(console)
