@@ -73,7 +73,7 @@ def main() -> None:
         for row in summaries["errors"].collect():
             print(f"{row['count']:>8,} × {row['error']}")
         write_page(out / "report.html", summaries, report.counts)
-    print("ledger, report and page are in", options.out or "a folder that --out would have named")
+    print("ledger, report and page:", options.out or "in a folder of the system's; --out names another one")
 
 
 # Spark's part
@@ -123,7 +123,7 @@ def summarize(orders: DataFrame, ledger: DataFrame) -> dict[str, DataFrame]:
         "topics": joined.groupBy("topic")
         .agg(F.count("*").alias("rows"), F.expr("percentile_approx(duration_ms, 0.95)").alias("p95_ms"))
         .orderBy(F.desc("p95_ms")),
-        "errors": joined.where("error_code is not null")
+        "errors": joined.where("status not in ('success', 'skipped')")
         .groupBy("error_code", F.regexp_replace("error", r"\d+", "…").alias("error"))
         .count()
         .orderBy(F.desc("count")),

@@ -24,7 +24,7 @@ from raydispatch.spark.ledger import LEDGER, LEDGER_FORMAT
 from raydispatch.spark.progress import OnProgress, told
 from raydispatch.spark.push import Order, push
 from raydispatch.spark.report import ABOUT, RouteReport
-from raydispatch.spark.routing import HOLD_SECONDS, OnOpen, Target
+from raydispatch.spark.routing import HOLD_SECONDS, OnOpen, Target, check_on_open
 from raydispatch.spark.session import BATCH_ROWS
 
 Names: TypeAlias = Mapping[str, str]
@@ -47,6 +47,7 @@ def route_dataset(
     """Send every row, and wait; see `DispatchSystem.route_dataset`."""
     if not isinstance(ds, ray.data.Dataset):
         raise InvalidParameter(f"route_dataset takes a Ray Dataset, not {type(ds).__name__}.")
+    check_on_open(on_open)
     names = _found(ds.schema(), columns)
     job = job_id or uuid4().hex
     folder = Path(ledger) if ledger is not None else Path(tempfile.gettempdir()) / "raydispatch-ledgers" / uuid4().hex
@@ -65,7 +66,7 @@ def route_dataset(
     with told(job, target.ask, on_progress):
         sent = ds.map_batches(_Sending(order, names, job).send, batch_format="pyarrow", batch_size=BATCH_ROWS)
         sent.write_parquet(str(folder))
-    return RouteReport(None, str(folder), job, submitted, perf_counter() - started)
+    return RouteReport(None, str(folder), job, submitted, perf_counter() - started, "message_id" not in names)
 
 
 class _Sending:
@@ -106,6 +107,8 @@ def _found(schema: Any, columns: Mapping[str, str | None]) -> dict[str, str]:
             raise InvalidParameter(
                 f"The Dataset has no column '{wanted or name}' for {name}; it has {', '.join(there) or 'none'}.{hint}"
             )
+    if names["payload"] == ALL_OTHERS and set(there) <= set(names.values()):
+        raise InvalidParameter("There are no other columns that could be the payload.")
     return names
 
 

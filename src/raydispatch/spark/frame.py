@@ -15,7 +15,19 @@ ColumnLike: TypeAlias = "str | Column | None"
 ALL_OTHERS = "*"
 """As a payload: a struct of all columns that are nothing else."""
 
-__all__ = ["ALL_OTHERS", "ColumnLike", "Columns", "DataFrame", "key_frame", "message_frame", "message_id_column"]
+__all__ = [
+    "ALL_OTHERS",
+    "ONLY",
+    "ColumnLike",
+    "Columns",
+    "DataFrame",
+    "key_frame",
+    "message_frame",
+    "message_id_column",
+]
+
+ONLY = "_raydispatch_only"
+"""The column that says which dispatchers a row is for, when it is sent again."""
 
 _TEXT = (T.StringType, T.VarcharType, T.CharType)
 _PAYLOADS = (*_TEXT, T.BinaryType, T.StructType, T.MapType)
@@ -91,7 +103,7 @@ def _missing(df: DataFrame, name: str, what: str = "") -> str:
 
 def _others(df: DataFrame, columns: Columns) -> Column:
     used = {wanted if isinstance(wanted, str) else name for name, wanted in columns._asdict().items()}
-    rest = [name for name in df.columns if name not in used - {ALL_OTHERS}]
+    rest = [name for name in df.columns if name not in used - {ALL_OTHERS} and name != ONLY]
     if not rest:
         raise InvalidParameter("There are no other columns that could be the payload.")
     return F.struct(*(df[f"`{name}`"] for name in rest))
@@ -129,15 +141,14 @@ def _hashes(frame: DataFrame, job_id: str) -> list[Column]:
         parts: list[Any] = [F.lit(job_id), F.col("message_id")]
     else:
         parts = [F.lit(job_id), F.spark_partition_id()]
-        parts += [_hashable(field) for field in frame.schema.fields if field.name != "only"]
+        fields = [field for field in frame.schema.fields if field.name != "only"]
+        # Spark leaves nulls out: where they stand must count, too.
+        parts += [part for field in fields for part in (F.isnull(field.name), _hashable(field))]
     # Two seeds make 128 bits: a clash among ten million rows is then as likely as among none.
     return [F.xxhash64(F.lit(seed), *parts).alias(f"hash_{seed}") for seed in (1, 2)]
 
 
 def _hashable(field: T.StructField) -> Column:
-    # Spark refuses to hash maps, at any depth.
-    has_map = "map<" in field.dataType.simpleString()
-    column = F.col(field.name)
-    if isinstance(field.dataType, T.MapType):
-        return F.to_json(column)
-    return F.to_json(column) if has_map else column
+    # Spark refuses to hash maps, and leaves out nulls, at any depth.
+    is_nested = isinstance(field.dataType, (T.StructType, T.MapType))
+    return F.to_json(field.name) if is_nested else F.col(field.name)

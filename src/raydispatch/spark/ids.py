@@ -28,6 +28,8 @@ class Occurrences:
 
     def apart(self, ids: Ids) -> Ids:
         """The ids, with the occurrence mixed in where it is not the first."""
+        if not len(ids):
+            return ids
         first = np.ascontiguousarray(ids[:, 0])
         ordered = np.sort(first)
         repeated = ordered[1:][ordered[1:] == ordered[:-1]]

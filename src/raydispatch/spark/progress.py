@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from time import monotonic
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -45,14 +46,31 @@ def run_job(spark: Any, job_id: str, work: Callable[[], T]) -> T:
     context = spark.sparkContext
 
     def grouped() -> T:
+        before = context.getLocalProperty("spark.jobGroup.id"), context.getLocalProperty("spark.job.description")
         context.setJobGroup(job_id, f"raydispatch {job_id}", interruptOnCancel=True)
         try:
             return work()
+        except BaseException:
+            # A stream that is stopped ends this thread's call, and not the job: it would go on, and write.
+            _end_group(context, job_id)
+            raise
         finally:
-            context.setLocalProperty("spark.jobGroup.id", None)
-            context.setLocalProperty("spark.job.description", None)
+            context.setLocalProperty("spark.jobGroup.id", before[0])
+            context.setLocalProperty("spark.job.description", before[1])
 
     return interruptible(grouped, lambda: context.cancelJobGroup(job_id))
+
+
+def _end_group(context: Any, job_id: str) -> None:
+    """Cancel the jobs of a group, and wait until they have ended."""
+    context.cancelJobGroup(job_id)
+    tracker = context.statusTracker()
+    deadline = monotonic() + CANCEL_SECONDS
+    while monotonic() < deadline:
+        infos = [tracker.getJobInfo(number) for number in tracker.getJobIdsForGroup(job_id)]
+        if not any(info is not None and info.status == "RUNNING" for info in infos):
+            return
+        threading.Event().wait(0.05)
 
 
 def interruptible(work: Callable[[], T], cancel: Callable[[], None]) -> T:

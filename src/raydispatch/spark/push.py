@@ -27,6 +27,7 @@ WINDOW = 3
 MAX_SHIPMENT_BYTES = 16_000_000
 
 _TRACEPARENT = "^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
+_TEXTS = (pa.types.is_string, pa.types.is_binary, pa.types.is_large_string, pa.types.is_large_binary)
 _INVALID = DispatchStatus.INVALID_MESSAGE.value
 
 
@@ -88,6 +89,9 @@ class _Rows:
         message_id = binary_of(ids)
         faults = _Faults(batch.num_rows)
         faults.add(pc.is_null(columns["topic"]), ErrorCode.INVALID_TOPIC, "it has no topic")
+        if "row_id" in columns:
+            # They would all be one message.
+            faults.add(pc.is_null(columns["row_id"]), ErrorCode.PAYLOAD_INVALID, "its message_id is null")
         content = {"message_id": message_id, "payload": columns["payload"]}
         faults.add(_too_large(columns["payload"], order.max_payload_bytes), ErrorCode.PAYLOAD_TOO_LARGE,
                    f"the payload has more than {order.max_payload_bytes:,} bytes")  # fmt: skip
@@ -177,11 +181,14 @@ def _too_large(payload: pa.Array, most: int) -> Any:
 def _sizes(payload: pa.Array) -> Any:
     """How many bytes the texts of each payload have, at any depth."""
     kind = payload.type
-    if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind):
+    if pa.types.is_fixed_size_list(kind):
+        payload = payload.cast(pa.list_(kind.value_type))
+        kind = payload.type
+    if any(test(kind) for test in _TEXTS):
         return pc.fill_null(pc.binary_length(payload), 0).cast(pa.int64())
     if pa.types.is_struct(kind):
         parts = [_sizes(field) for field in payload.flatten()]
-    elif pa.types.is_list(kind) or pa.types.is_map(kind):
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
         inner = [payload.keys, payload.items] if pa.types.is_map(kind) else [payload.values]
         offsets = payload.offsets.to_numpy()
         parts = []
@@ -197,11 +204,20 @@ def _sizes(payload: pa.Array) -> Any:
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """A batch in parts that are not too large for a call."""
-    count = max(1, -(-batch.nbytes // MAX_SHIPMENT_BYTES))
-    size = max(1, -(-batch.num_rows // count))
-    for start in range(0, batch.num_rows, size):
-        yield batch.slice(start, size)
+    """A batch in parts that are not too large for a call; a single larger row still goes, alone."""
+    if batch.nbytes <= MAX_SHIPMENT_BYTES:
+        if batch.num_rows:
+            yield batch
+        return
+    payload = batch.column("payload")
+    beside = -(-(batch.nbytes - payload.nbytes) // batch.num_rows) + 16
+    ends = np.cumsum(np.asarray(_sizes(payload)) + beside)
+    start = 0
+    while start < batch.num_rows:
+        done = ends[start - 1] if start else 0
+        end = max(start + 1, int(np.searchsorted(ends, done + MAX_SHIPMENT_BYTES, side="right")))
+        yield batch.slice(start, end - start)
+        start = end
 
 
 _lines: dict[tuple[str, str], Line] = {}

@@ -79,7 +79,7 @@ class SparkReader:
         """The rows that did not succeed."""
         from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-        return self.frame.where(~F.col("status").isin(*DONE))
+        return self.frame.where(~F.coalesce(F.col("status").isin(*DONE), F.lit(False)))
 
     def counts(self) -> dict[str, int]:
         """Rows by status."""
@@ -156,7 +156,8 @@ class ArrowReader:
             ):
                 counts[code] += 1
                 examples.setdefault(code, error)
-        return [Error(count, code, examples[code]) for code, count in counts.most_common(most)]
+        found = sorted(counts.items(), key=lambda one: (-one[1], one[0] or ""))
+        return [Error(count, code, examples[code]) for code, count in found[:most]]
 
     def facts(self) -> Facts:
         """What must add up."""

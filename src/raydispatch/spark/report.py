@@ -1,5 +1,6 @@
 """The report of a job: its ledger, and what can be asked of it."""
 
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +33,13 @@ class RouteReport:
     """
 
     def __init__(
-        self, spark: Any, path: str, job_id: str, submitted: int | None = None, seconds: float | None = None
+        self,
+        spark: Any,
+        path: str,
+        job_id: str,
+        submitted: int | None = None,
+        seconds: float | None = None,
+        is_unique: bool = False,
     ) -> None:
         self._reader: LedgerReader = ArrowReader(path) if spark is None else SparkReader(spark, path)
         self.path = path
@@ -42,19 +49,21 @@ class RouteReport:
         """Rows that were read; None if nobody counted them, as of a ledger that was opened later."""
         self.seconds = seconds
         """How long the job took."""
+        self._is_unique = is_unique
+        """Whether no two rows may share an id: those that rows bring along may be the same."""
 
     @classmethod
     def open(cls, spark: Any, path: "str | Path") -> "RouteReport":
-        """A ledger that was written before, by this process or another one, even if that one died meanwhile."""
-        from raydispatch.spark.files import Folder
+        """A ledger that was written before, by this process or another one, even if that one died meanwhile.
 
-        folder = Folder(spark, str(path))
-        about = folder.read(ABOUT)
+        Without Spark (None), one on this machine.
+        """
+        place, about = _about(spark, str(path))
         if about is None:
-            raise InvalidParameter(f"There is no ledger in {folder.path}.")
+            raise InvalidParameter(f"There is no ledger in {place}.")
         if about["format"] != LEDGER_FORMAT:
-            raise InvalidParameter(f"The ledger in {folder.path} has format {about['format']}, not {LEDGER_FORMAT}.")
-        return cls(spark, folder.path, about["job_id"])
+            raise InvalidParameter(f"The ledger in {place} has format {about['format']}, not {LEDGER_FORMAT}.")
+        return cls(spark, place, about["job_id"])
 
     @property
     def ledger(self) -> Any:
@@ -84,6 +93,8 @@ class RouteReport:
         faults = []
         if submitted != facts.rows or sum(self.counts.values()) != facts.rows:
             faults.append(f"{submitted:,} rows were submitted, and {facts.rows:,} are in the ledger")
+        if self._is_unique and facts.ids != facts.rows:
+            faults.append(f"{facts.rows:,} rows share {facts.ids:,} row ids")
         if facts.unended:
             faults.append(f"{facts.unended:,} rows have no end")
         if facts.contradictory:
@@ -104,6 +115,17 @@ class RouteReport:
         if not set(self.counts) <= set(DONE):
             lines += [f"  {one.rows:>10,} × {one.code}: {_short(one.example)}" for one in self._reader.errors(5)]
         return "\n".join([*lines, f"  ledger: {self.path}"])
+
+
+def _about(spark: Any, path: str) -> tuple[str, Any]:
+    """The folder, and what is written beside its ledger."""
+    if spark is None:
+        file = Path(path) / ABOUT
+        return path, json.loads(file.read_text()) if file.exists() else None
+    from raydispatch.spark.files import Folder
+
+    folder = Folder(spark, path)
+    return folder.path, folder.read(ABOUT)
 
 
 def _explained(row: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from raydispatch.errors import InvalidParameter
 from raydispatch.settings import SystemSettings
 from raydispatch.spark.files import Folder
-from raydispatch.spark.frame import Columns, message_frame, message_id_column
+from raydispatch.spark.frame import ONLY, Columns, message_frame, message_id_column
 from raydispatch.spark.ledger import LEDGER_DDL, LEDGER_FORMAT
 from raydispatch.spark.progress import Ask, OnProgress, run_job, told
 from raydispatch.spark.push import Order, push
@@ -27,6 +27,8 @@ HOLD_SECONDS = 600.0
 """How long rows of an open dispatcher are held at most, with on_open="wait"."""
 
 OnOpen = Literal["refuse", "wait"]
+
+_OWN_ID, _ROW_ID, _DONE = "_raydispatch_own_id", "_raydispatch_row_id", "_raydispatch_done"
 
 
 class Target(NamedTuple):
@@ -53,18 +55,22 @@ def route(
     """Send every row, and wait; see `DispatchSystem.route`."""
     if not isinstance(df, DataFrame):
         raise InvalidParameter(f"route takes a Spark DataFrame, not {type(df).__name__}.")
-    if on_open not in ("refuse", "wait"):
-        raise InvalidParameter(f'on_open is "refuse" or "wait", not {on_open!r}.')
+    check_on_open(on_open)
     spark = df.sparkSession
     check_session(spark)
     earlier = _earlier(spark, resume)
-    is_repeat = job_id is not None or earlier is not None
     job = job_id or (earlier.job_id if earlier else uuid4().hex)
     only: Column | None = None
     if earlier is not None:
         df, only = _unfinished(df, columns, earlier)
     frame = message_frame(df, columns, job, only)
-    folder = _folder(spark, ledger, overwrite)
+    folder = _folder(spark, ledger)
+    # Of a micro-batch, a ledger that was begun says that it ran before.
+    is_repeat = earlier is not None or (folder.read(ABOUT) is not None if overwrite else job_id is not None)
+    if overwrite:
+        folder.remove()
+    elif folder.has_parquet():
+        raise InvalidParameter(f"There is a ledger in {folder.path} already: name another folder, or resume from it.")
     folder.write(ABOUT, {"format": LEDGER_FORMAT, "job_id": job, "system": target.name})
     order = Order(
         target.name, ray.get_runtime_context().gcs_address, target.settings, target.max_payload_bytes,
@@ -77,7 +83,14 @@ def route(
     writer = ledgers.write.mode("append").option("mapreduce.fileoutputcommitter.algorithm.version", "2")
     with told(job, target.ask, on_progress):
         run_job(spark, job, lambda: writer.parquet(folder.path))
-    return RouteReport(spark, folder.path, job, int(seen.get["rows"]), perf_counter() - started)
+    is_unique = "row_id" not in frame.columns  # Made by us, that is, and not the rows' own.
+    return RouteReport(spark, folder.path, job, int(seen.get["rows"]), perf_counter() - started, is_unique)
+
+
+def check_on_open(on_open: str) -> None:
+    """It is one of two words."""
+    if on_open not in ("refuse", "wait"):
+        raise InvalidParameter(f'on_open is "refuse" or "wait", not {on_open!r}.')
 
 
 def _pushing(order: Order) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
@@ -98,28 +111,23 @@ def _unfinished(df: DataFrame, columns: Columns, earlier: RouteReport) -> tuple[
     """The rows that did not succeed or are not in the ledger, each with the dispatchers that failed."""
     failed = F.expr("filter(dispatchers, one -> one.status not in ('success', 'skipped'))")
     done = earlier.ledger.select(
-        F.col("row_id").alias("_row_id"),
-        F.col("status").isin("success", "skipped").alias("_done"),
+        F.col("row_id").alias(_ROW_ID),
+        F.col("status").isin("success", "skipped").alias(_DONE),
         # A row that reached nobody goes to all.
-        F.when(F.size(failed) > 0, F.array_join(F.transform(failed, lambda one: one["id"]), "\n")).alias("_only"),
+        F.when(F.size(failed) > 0, F.array_join(F.transform(failed, lambda one: one["id"]), "\n")).alias(ONLY),
     )
-    joined = df.withColumn("_own_id", message_id_column(df, columns)).join(
-        done, F.col("_own_id") == F.col("_row_id"), "left"
-    )
-    left = joined.where(~F.coalesce(F.col("_done"), F.lit(False)))
-    return left.drop("_own_id", "_row_id", "_done"), F.col("_only")
+    # Rows that share an id are one message: once is enough of it.
+    done = done.groupBy(_ROW_ID).agg(F.min(_DONE).alias(_DONE), F.max(ONLY).alias(ONLY))
+    joined = df.withColumn(_OWN_ID, message_id_column(df, columns)).join(done, F.col(_OWN_ID) == F.col(_ROW_ID), "left")
+    left = joined.where(~F.coalesce(F.col(_DONE), F.lit(False)))
+    return left.drop(_OWN_ID, _ROW_ID, _DONE), F.col(ONLY)
 
 
-def _folder(spark: Any, ledger: "str | Path | None", overwrite: bool) -> Folder:
+def _folder(spark: Any, ledger: "str | Path | None") -> Folder:
     if ledger is None:
         if len([node for node in ray.nodes() if node["Alive"]]) > 1:
             raise InvalidParameter(
                 "The Ray cluster has several nodes: name a folder that all of them share, with ledger=…"
             )
         ledger = Path(tempfile.gettempdir()) / "raydispatch-ledgers" / uuid4().hex
-    folder = Folder(spark, str(ledger))
-    if overwrite:
-        folder.remove()
-    elif folder.has_parquet():
-        raise InvalidParameter(f"There is a ledger in {folder.path} already: name another folder, or resume from it.")
-    return folder
+    return Folder(spark, str(ledger))
