@@ -1,9 +1,14 @@
 """One local Ray and one Spark for the whole run of tests; only those that ask for them start them."""
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+# A shell makes what runs in its background ignore Ctrl-C, and so everything that it starts. Some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

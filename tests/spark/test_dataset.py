@@ -21,7 +21,9 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ON_RAY = [
     *MARKS,
     # Ray Data's own: it sets what it has deprecated.
-    pytest.mark.filterwarnings("ignore:`use_push_based_shuffle` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning"),
+    # RayDP's.
+    pytest.mark.filterwarnings("ignore:DataFrame.sql_ctx is an internal property:UserWarning"),
 ]
 
 

@@ -1,5 +1,6 @@
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -16,6 +17,8 @@ class FakeContext:
         self.groups: list[tuple[str, str, bool]] = []
         self.cancelled = threading.Event()
         self.cancelled_groups: list[str] = []
+        self.statuses: list[str] = []
+        """Of the first job, as it is asked for; the last one first."""
 
     @property
     def sparkContext(self) -> "FakeContext":  # noqa: N802 - as Spark calls it
@@ -37,7 +40,11 @@ class FakeContext:
         return self
 
     def getJobIdsForGroup(self, group: str) -> list[int]:  # noqa: N802
-        return []
+        return [1, 2]
+
+    def getJobInfo(self, number: int) -> SimpleNamespace | None:  # noqa: N802
+        """Of the second job, nothing is known any more."""
+        return SimpleNamespace(status=self.statuses.pop()) if number == 1 and self.statuses else None
 
     def cancelJobGroup(self, group: str) -> None:  # noqa: N802
         self.cancelled_groups.append(group)
@@ -124,6 +131,16 @@ def test_what_work_raises_is_raised_and_ends_its_group() -> None:
 
     assert context.properties["spark.jobGroup.id"] == "outer"
     assert context.cancelled_groups == ["job"]
+
+
+def test_work_that_failed_is_over_when_its_jobs_have_ended() -> None:
+    context = FakeContext()
+    context.statuses = ["never asked for", "FAILED", "RUNNING", "RUNNING"]
+
+    with pytest.raises(ConnectionError, match="down"):
+        run_job(context, "job", fail)
+
+    assert context.statuses == ["never asked for"]
 
 
 def test_ctrl_c_cancels_the_jobs_and_waits_for_their_end(monkeypatch: pytest.MonkeyPatch) -> None:

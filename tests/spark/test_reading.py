@@ -14,7 +14,7 @@ from raydispatch.spark.reading import ArrowReader, Error, Facts, LedgerReader, S
 ON_RAY = [
     *MARKS,
     # Ray Data's own: it sets what it has deprecated.
-    pytest.mark.filterwarnings("ignore:`use_push_based_shuffle` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`use_:DeprecationWarning"),
 ]
 
 DOWN = {"error_code": "handler_exception", "error": "a: ConnectionError: down"}

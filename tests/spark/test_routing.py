@@ -98,3 +98,14 @@ class TestSpark:
         earlier = ledger_of(spark, tmp_path, failed, failed)
 
         assert unfinished(spark, earlier, 1, 1) == [(1, "a"), (1, "a")]
+
+    @pytest.mark.xfail(strict=True, reason="of several lists of dispatchers, the last in the alphabet is taken")
+    def test_rows_that_share_an_id_are_for_all_that_failed_of_any_of_them(self, spark: Any, tmp_path: Path) -> None:
+        earlier = ledger_of(
+            spark, tmp_path,
+            ("1", "timeout", [("a", "timeout"), ("b", "success")]),
+            ("1", "timeout", [("a", "success"), ("b", "timeout")]),
+            ("2", "timeout", [("a", "timeout")]), ("2", "no_dispatcher", []),
+        )  # fmt: skip
+
+        assert unfinished(spark, earlier, 1, 2) == [(1, "a\nb"), (2, None)]
