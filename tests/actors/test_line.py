@@ -1,11 +1,14 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import ActorDiedError
 from tests.actors.fakes import SETTINGS
 
 from raydispatch.actors import line as module
@@ -48,16 +51,23 @@ class FakeController:
         return type("Method", (), {"remote": staticmethod(lambda *noted: self.noted.append(noted))})
 
 
+@contextmanager
+def running(line: Line) -> Iterator[Line]:
+    """A line lives as long as its process; here, as long as a test."""
+    (thread,) = (one for one in threading.enumerate() if one.name == "raydispatch orders")
+    try:
+        yield line
+    finally:
+        line._loop.call_soon_threadsafe(line._loop.stop)
+        thread.join(10)
+        line._loop.close()
+
+
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
     monkeypatch.setattr(module, "Gateway", FakeGateway)
-    before = set(threading.enumerate())
-    made = Line("orders", SETTINGS)
-    (thread,) = set(threading.enumerate()) - before
-    yield made
-    made._loop.call_soon_threadsafe(made._loop.stop)
-    thread.join(10)
-    made._loop.close()
+    with running(Line("orders", SETTINGS)) as made:
+        yield made
 
 
 def gateway_of(line: Line) -> FakeGateway:
@@ -91,6 +101,26 @@ def test_routers_are_those_of_the_system(line: Line, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "find_routers", lambda system: f"routers of {system}")
 
     assert gateway_of(line).find() == "routers of orders"
+
+
+def test_a_system_that_was_started_again_under_its_name_gets_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lost() -> NoReturn:
+        raise ActorDiedError
+
+    async def delivered() -> RowDelivery:
+        return RowDelivery("v2", [], [])
+
+    old, new = (SimpleNamespace(route_rows=SimpleNamespace(remote=lambda _, do=do: do())) for do in (lost, delivered))
+    found = [old, new]
+
+    async def find(system: str) -> list[tuple[str, Any]]:
+        return [("router/0", found.pop(0) if len(found) > 1 else found[0])]
+
+    monkeypatch.setattr(module, "find_routers", find)
+    with running(Line("orders", SETTINGS)) as line:
+        answer = line.send_rows(SHIPMENT.within(2.0)).result(10)
+
+    assert answer.table_version == "v2"
 
 
 def test_progress_is_noted_at_the_controller(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:

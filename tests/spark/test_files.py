@@ -55,7 +55,6 @@ def test_a_folder_is_removed_with_all_that_is_in_it(spark: Any, tmp_path: Path) 
     assert not folder.has_parquet()
 
 
-@pytest.mark.xfail(strict=True, reason="the last line of Java's error is that of its stack")
 def test_a_scheme_that_spark_does_not_know_is_named_with_the_reason(spark: Any) -> None:
     with pytest.raises(InvalidParameter, match="Spark knows no way to the folder 'nope://there/ledger'") as raised:
         Folder(spark, "nope://there/ledger")
@@ -63,7 +62,6 @@ def test_a_scheme_that_spark_does_not_know_is_named_with_the_reason(spark: Any) 
     assert 'No FileSystem for scheme "nope"' in str(raised.value)
 
 
-@pytest.mark.xfail(strict=True, reason="what Java says of such a path is raised as it is")
 @pytest.mark.parametrize("path", ["", "s3a:", "::"])
 def test_what_is_no_path_is_said(spark: Any, path: str) -> None:
     with pytest.raises(InvalidParameter, match="Spark knows no way to the folder"):

@@ -99,7 +99,6 @@ class TestSpark:
 
         assert unfinished(spark, earlier, 1, 1) == [(1, "a"), (1, "a")]
 
-    @pytest.mark.xfail(strict=True, reason="of several lists of dispatchers, the last in the alphabet is taken")
     def test_rows_that_share_an_id_are_for_all_that_failed_of_any_of_them(self, spark: Any, tmp_path: Path) -> None:
         earlier = ledger_of(
             spark, tmp_path,

@@ -76,7 +76,8 @@ class Gateway:
         found = dict(await self._find_routers())
         with self._changing:
             for endpoint in self._routers.all():
-                if endpoint.endpoint_id not in found:
+                # A system that was stopped and started again has routers of the same names that are others.
+                if found.get(endpoint.endpoint_id) != endpoint.target:
                     self._routers.leave(endpoint.endpoint_id)
             for name, handle in found.items():
                 if name in self._routers:

@@ -13,11 +13,12 @@ class Folder:
     def __init__(self, spark: Any, path: str) -> None:
         jvm = spark.sparkContext._jvm
         self._jvm = jvm
-        raw = jvm.org.apache.hadoop.fs.Path(path)
         try:
+            raw = jvm.org.apache.hadoop.fs.Path(path)
             self._files = raw.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())
         except Exception as error:
-            words = str(error).splitlines()[-1]
+            java = getattr(error, "java_exception", None)
+            words = java.getMessage() if java is not None else str(error).splitlines()[0]
             raise InvalidParameter(f"Spark knows no way to the folder {path!r}: {words}") from None
         self.path = str(raw.makeQualified(self._files.getUri(), self._files.getWorkingDirectory()).toString())
 

@@ -116,8 +116,11 @@ def _unfinished(df: DataFrame, columns: Columns, earlier: RouteReport) -> tuple[
         # A row that reached nobody goes to all.
         F.when(F.size(failed) > 0, F.array_join(F.transform(failed, lambda one: one["id"]), "\n")).alias(ONLY),
     )
-    # Rows that share an id are one message: once is enough of it.
-    done = done.groupBy(_ROW_ID).agg(F.min(_DONE).alias(_DONE), F.max(ONLY).alias(ONLY))
+    # Rows that share an id are one message, for all the dispatchers that failed with any of them.
+    to_all = F.max(F.col(ONLY).isNull() & ~F.col(_DONE))
+    names = F.array_distinct(F.flatten(F.collect_list(F.split(ONLY, "\n"))))
+    only = F.when(~to_all, F.array_join(F.array_sort(names), "\n"))
+    done = done.groupBy(_ROW_ID).agg(F.min(_DONE).alias(_DONE), only.alias(ONLY))
     joined = df.withColumn(_OWN_ID, message_id_column(df, columns)).join(done, F.col(_OWN_ID) == F.col(_ROW_ID), "left")
     left = joined.where(~F.coalesce(F.col(_DONE), F.lit(False)))
     return left.drop(_OWN_ID, _ROW_ID, _DONE), F.col(ONLY)
