@@ -264,15 +264,6 @@ def test_a_system_that_was_deployed_takes_rows_and_stays(events: Path, ray_clust
 
 
 @pytest.mark.slow
-def test_a_column_that_is_missing_is_a_sentence_and_exit_code_2(events: Path) -> None:
-    done = raydispatch(events, "events.csv", "--app", "shop:engine", "--topic-column", "where")
-
-    assert done.returncode == 2
-    assert "has no column 'where'" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
 def test_ctrl_c_stops_the_job_and_leaves_nothing_behind(shop: Path) -> None:
     mark = uuid4().hex
     payload = json.dumps({"order_id": 1, "seconds": 120})

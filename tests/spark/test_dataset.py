@@ -187,9 +187,6 @@ class TestRay:
         assert report.verify() == (300, 300, 300, {"success": 300})
         assert Counter(effects.payloads("table", topic)) == Counter(map(str, range(300)))
 
-    @pytest.mark.xfail(
-        strict=False, reason="RayDP's tasks leave workers unable to start actors, as Ray's reader does from them"
-    )
     def test_the_ledger_of_a_dataset_of_spark_is_a_dataset_as_well(
         self, system: DispatchSystem, spark: Any, tmp_path: Path
     ) -> None:

@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import Any, TypeAlias, TypeVar
+
+from raydispatch.errors import DispatchError
 
 T = TypeVar("T")
 
@@ -27,9 +29,14 @@ def told(job_id: str, ask: Ask, on_progress: OnProgress | None) -> Iterator[None
         return
     over = threading.Event()
 
+    def tell_now() -> None:
+        # A controller that is away is no reason for a job to fail.
+        with suppress(DispatchError):
+            on_progress(ask(job_id))
+
     def tell() -> None:
         while not over.wait(TELL_SECONDS):
-            on_progress(ask(job_id))
+            tell_now()
 
     teller = threading.Thread(target=tell, name="raydispatch progress", daemon=True)
     teller.start()
@@ -38,7 +45,7 @@ def told(job_id: str, ask: Ask, on_progress: OnProgress | None) -> Iterator[None
     finally:
         over.set()
         teller.join(5)
-        on_progress(ask(job_id))
+        tell_now()
 
 
 def run_job(spark: Any, job_id: str, work: Callable[[], T]) -> T:

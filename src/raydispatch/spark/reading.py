@@ -127,7 +127,17 @@ class ArrowReader:
         """A Ray Dataset."""
         import ray
 
-        return ray.data.read_parquet(self._path, file_extensions=["parquet"])
+        # Ray's newer reader starts actors from its workers. One that has run a task of `from_spark` starts none: RayDP
+        # leaves it set to send no classes along (load_code_from_local).
+        context = ray.data.DataContext.get_current()
+        newer = getattr(context, "use_datasource_v2", None)
+        try:
+            if newer:
+                context.use_datasource_v2 = False
+            return ray.data.read_parquet(self._path, file_extensions=["parquet"])
+        finally:
+            if newer:
+                context.use_datasource_v2 = newer
 
     def failed(self) -> Any:
         """The rows that did not succeed."""

@@ -111,7 +111,9 @@ class RouteReport:
         total = sum(self.counts.values())
         took = f" in {self.seconds:.1f} s, {total / self.seconds:,.0f} rows/s" if self.seconds else ""
         lines = [f"{total:,} rows{took}"]
-        lines += [f"  {status:<18}{count:>14,}  {count / total:8.2%}" for status, count in self.counts.items()]
+        lines += [
+            f"  {status or 'no status':<18}{count:>14,}  {count / total:8.2%}" for status, count in self.counts.items()
+        ]
         if not set(self.counts) <= set(DONE):
             lines += [f"  {one.rows:>10,} × {one.code}: {_short(one.example)}" for one in self._reader.errors(5)]
         return "\n".join([*lines, f"  ledger: {self.path}"])
