@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # The stamp carries a checksum of the files that decide what is installed: a change of either sets up anew.
 STAMP := $(VENV)/.set-up-$(shell cat pyproject.toml constraints.txt | cksum | tr -d ' ')
 
-.PHONY: demo test check bench soak format clean
+.PHONY: demo test check bench soak crash format clean
 
 demo: $(STAMP)  ## show the main job
 	$(BIN)/raydispatch demo
@@ -21,8 +21,12 @@ check: $(STAMP)  ## lint, format, types
 bench: $(STAMP)  ## measure everything that the README claims
 	$(BIN)/python benchmarks/all.py
 
-soak: $(STAMP)  ## ten million rows in bounded memory
+soak: $(STAMP)  ## ten million rows in bounded memory, and ten minutes of durable messages
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/soak_delivery.py
+
+crash: $(STAMP)  ## kill it fifty times on each journal, and count
+	$(BIN)/python -m tests.crash.crashing --times 50
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

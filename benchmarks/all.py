@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def benchmarks() -> list[Path]:
-    others = (Path(__file__).name, "harness.py", "soak.py")
+    others = (Path(__file__).name, "harness.py", "soak.py", "soak_delivery.py")
     return [path for path in sorted(HERE.glob("[a-z]*.py")) if path.name not in others]
 
 

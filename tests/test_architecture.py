@@ -13,6 +13,7 @@ SOURCE = ROOT / "src" / "raydispatch"
 CORE = ["messages", "routing", "dispatch", "delivery", "bus"]
 MAY_IMPORT = {
     **{folder: set(CORE[:position]) for position, folder in enumerate(CORE)},
+    "journals": {*CORE},
     "actors": {*CORE},
     "spark": {*CORE, "actors"},
     "testing": {*CORE, "actors", "spark"},
@@ -23,10 +24,12 @@ HOMES = {
     "pyspark": {"spark"},
     "raydp": {"spark"},
     "opentelemetry": {"telemetry"},
+    "sqlite3": {"journals"},
+    "nats": {"journals"},
     "typer": {"cli"},
     "pytest": {"testing"},
 }
-EXCEPTIONS = {Path("actors/system.py"): {"spark"}}
+EXCEPTIONS = {Path("actors/system.py"): {"spark"}, Path("actors/frames.py"): {"spark"}}
 """`DispatchSystem.route` and its like import what they need when they are called."""
 
 

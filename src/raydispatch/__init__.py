@@ -24,7 +24,10 @@ if TYPE_CHECKING:
         BackpressureSettings,
         BackpressureStrategy,
         BreakerSettings,
+        Delivery,
         EngineSettings,
+        JournalSettings,
+        PoisonPolicy,
         RetrySettings,
     )
 
@@ -56,6 +59,9 @@ __all__ = [  # noqa: RUF022 - in the order of the story
     "BackpressureSettings",
     "BackpressureStrategy",
     "EngineSettings",
+    "Delivery",
+    "PoisonPolicy",
+    "JournalSettings",
     "DispatchError",
     "ErrorCode",
 ]
@@ -84,6 +90,9 @@ _HOMES = {
     "BackpressureStrategy": "settings",
     "BreakerSettings": "settings",
     "EngineSettings": "settings",
+    "Delivery": "settings",
+    "PoisonPolicy": "settings",
+    "JournalSettings": "settings",
     "RetrySettings": "settings",
 }
 

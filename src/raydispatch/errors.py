@@ -44,6 +44,8 @@ class ErrorCode(StrEnum):
     DROPPED = "dropped"
     RATE_LIMITED = "rate_limited"
     SHUT_DOWN = "shut_down"
+    JOURNAL_UNAVAILABLE = "journal_unavailable"
+    JOURNAL_CORRUPT = "journal_corrupt"
 
     # What a request or a reply met.
     NO_REPLY = "no_reply"
@@ -86,6 +88,8 @@ _CLASSES = {
             ErrorCode.DUPLICATE_REGISTRATION,
             ErrorCode.ITEM_NOT_REGISTERED,
             ErrorCode.SHUT_DOWN,
+            ErrorCode.JOURNAL_UNAVAILABLE,
+            ErrorCode.JOURNAL_CORRUPT,
         ),
         ErrorClass.SYSTEM,
     ),
@@ -224,10 +228,29 @@ class StartFailed(DispatchError):
         return f"The dispatcher '{self.dispatcher_id}' could not be started: {self.reason}."
 
 
+class PartFailed(StartFailed):
+    """A part of a system that is no dispatcher could not be started: its journal, or its routers."""
+
+    def __str__(self) -> str:
+        return f"The {self.dispatcher_id} could not be started: {self.reason.rstrip('.')}."
+
+
 class SystemUnavailable(DispatchError):
     """There is no such system on the cluster, or it was stopped."""
 
     error_code = ErrorCode.SHUT_DOWN
+
+
+class JournalUnavailable(DispatchError):
+    """The journal cannot be reached, or has no room; what it has accepted is safe, and a later try may succeed."""
+
+    error_code = ErrorCode.JOURNAL_UNAVAILABLE
+
+
+class JournalCorrupt(DispatchError):
+    """The journal holds something that it never wrote: its file was damaged, or is none of ours."""
+
+    error_code = ErrorCode.JOURNAL_CORRUPT
 
 
 class LedgerUnbalanced(DispatchError):

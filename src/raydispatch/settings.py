@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -90,6 +90,100 @@ class BackpressureSettings(Settings):
         return self
 
 
+class DeliveryMode(StrEnum):
+    """Which consumer of a subscription gets a message from the journal."""
+
+    SHARED = "shared"
+    """Any of them: the least busy."""
+    EXCLUSIVE = "exclusive"
+    """One, in order; when it is lost, the next takes over."""
+    KEY_SHARED = "key_shared"
+    """For each key always the same, one message of a key at a time; the order of a key survives scaling."""
+
+
+class Delivery(Settings):
+    """How a subscription delivers what was published durably.
+
+    Example: `@engine.dispatcher("billing", …, delivery=Delivery.reliable_exclusive(window=1))`.
+    """
+
+    mode: DeliveryMode = DeliveryMode.SHARED
+    reliable: bool = Field(default=True, description="at least once, from the journal; else at most once, from now on")
+    window: int = Field(default=64, ge=1, le=100_000, description="unacknowledged messages of each consumer")
+    per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False, description="of all consumers together")
+
+    @classmethod
+    def reliable_shared(cls, window: int = 64, per_second: float | None = None) -> Self:
+        """Work for a pool: at least once, any consumer."""
+        return cls(mode=DeliveryMode.SHARED, window=window, per_second=per_second)
+
+    @classmethod
+    def reliable_exclusive(cls, window: int = 64, per_second: float | None = None) -> Self:
+        """A state machine: at least once, one consumer after the other. A window of 1 is strict order."""
+        return cls(mode=DeliveryMode.EXCLUSIVE, window=window, per_second=per_second)
+
+    @classmethod
+    def reliable_key_shared(cls, window: int = 64, per_second: float | None = None) -> Self:
+        """A pool that keeps the order of each key: at least once."""
+        return cls(mode=DeliveryMode.KEY_SHARED, window=window, per_second=per_second)
+
+    @classmethod
+    def shared(cls, per_second: float | None = None) -> Self:
+        """Telemetry: at most once, any consumer, nothing from before its start."""
+        return cls(mode=DeliveryMode.SHARED, reliable=False, window=4_096, per_second=per_second)
+
+    @classmethod
+    def exclusive(cls, per_second: float | None = None) -> Self:
+        """A live feed: at most once, one consumer, nothing from before its start."""
+        return cls(mode=DeliveryMode.EXCLUSIVE, reliable=False, window=4_096, per_second=per_second)
+
+
+class PoisonPolicy(StrEnum):
+    """What happens to a message from the journal that failed on every try."""
+
+    DEAD_LETTER = "dead_letter"
+    """It is kept apart, with the reason, and can be redriven."""
+    DROP = "drop"
+    """It is logged, counted, and gone."""
+    BLOCK = "block"
+    """It is tried for ever; in exclusive mode nothing, and in key-shared mode nothing of its key, overtakes it."""
+
+
+class JournalSettings(Settings):
+    """Where durable messages are kept, and for how long.
+
+    Example: `EngineSettings(journal=JournalSettings(url="sqlite:///var/orders.db"))`.
+    """
+
+    url: str = Field(description="sqlite:///path/to/file.db, or nats://host:4222")
+    cursor_seconds: float = Field(
+        default=5.0, ge=0, allow_inf_nan=False, description="how long acknowledgements may gather before they are kept"
+    )
+    watchdog_seconds: PositiveSeconds = Field(default=0.5, description="how often subscriptions look for what they lag")
+    keep_seconds: float = Field(
+        default=7 * 86_400.0, ge=0, description="how long messages stay for replay, after all subscriptions are done"
+    )
+    patience_seconds: float = Field(
+        default=10.0, ge=0, allow_inf_nan=False, description="how long a publish waits for a journal that is away"
+    )
+    recent_ids: int = Field(default=100_000, ge=2, description="message ids that are refused as repeats when published")
+    most_open: int = Field(
+        default=100_000, ge=1, description="messages that a subscription has taken and not settled, scheduled ones too"
+    )
+    cache_bytes: int = Field(default=64_000_000, ge=0, description="of recent messages, kept in memory for reading")
+
+    @field_validator("url")
+    @classmethod
+    def _whole_path(cls, url: str) -> str:
+        """Another process has another working directory."""
+        scheme, _, path = url.partition(":")
+        if scheme not in ("sqlite", "nats", "tls"):
+            raise ValueError("a journal is at sqlite:///path/to/file.db or at nats://host:4222")
+        if scheme == "sqlite" and path and not path.startswith("/"):
+            return f"sqlite://{os.path.abspath(path)}"
+        return url
+
+
 class EngineSettings(Settings):
     """Limits of one engine. Every one of them bounds something that could otherwise grow without end.
 
@@ -112,6 +206,7 @@ class EngineSettings(Settings):
     outbox_capacity: int = Field(default=10_000, ge=1, description="outputs of handlers that wait to be sent on")
     max_hops: int = Field(default=16, ge=1, description="how many handlers an output may have come through")
     request_timeout_seconds: PositiveSeconds = Field(default=30.0, description="how long a request waits for its reply")
+    journal: JournalSettings | None = Field(default=None, description="where durable messages are kept")
     health_interval_seconds: PositiveSeconds = Field(default=5.0, description="how often endpoints are asked")
     stop_seconds: float = Field(
         default=30.0, ge=0, allow_inf_nan=False, description="how long stop() waits for the rest"

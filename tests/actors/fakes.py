@@ -11,23 +11,29 @@ import pytest
 import ray
 from ray import cloudpickle
 from ray.exceptions import ActorDiedError, RayTaskError
+from tests.delivery.fakes import MemoryJournal
 
 from raydispatch import DispatchEngine, Envelope, MessageCategory
 from raydispatch.actors.blueprint import blueprint_of
 from raydispatch.actors.circuit import CLOSED, Circuit
 from raydispatch.actors.controller import Controller
 from raydispatch.actors.gateway import Gateway
-from raydispatch.actors.names import NAMESPACE, controller_name
+from raydispatch.actors.keeper import Keeper
+from raydispatch.actors.names import NAMESPACE, controller_name, keeper_name
 from raydispatch.actors.plan import Plan, Rule
 from raydispatch.actors.replica import Replica
 from raydispatch.actors.router import Router
 from raydispatch.actors.wire import Delivery, Item, Message, Parcel, Part, decode, message_of
 from raydispatch.bus.freezing import checked_table
+from raydispatch.delivery.segment import Segment
+from raydispatch.delivery.subscription import Rules, SubscriptionStatus
 from raydispatch.dispatch.dispatcher import DispatcherSpec
 from raydispatch.dispatch.outcome import DispatchResult
+from raydispatch.errors import NotRegistered
 from raydispatch.routing.route import DispatchRoute
 from raydispatch.routing.table import RouteTable
-from raydispatch.settings import SystemSettings
+from raydispatch.settings import Delivery as JournalDelivery
+from raydispatch.settings import JournalSettings, RetrySettings, SystemSettings
 
 T = TypeVar("T")
 
@@ -118,6 +124,7 @@ class FakeHandle(Shared):
         self._answers: set[asyncio.Future[Any]] = set()
         self._gates: dict[str, asyncio.Event] = {}
         self._crashes: set[tuple[str, int]] = set()
+        self._late: set[tuple[str, int]] = set()
         self._counts: Counter[str] = Counter()
 
     def __getattr__(self, method: str) -> "_Method":
@@ -139,6 +146,11 @@ class FakeHandle(Shared):
 
     def release(self, method: str) -> None:
         self._gates.pop(method).set()
+
+    def delay(self, method: str) -> None:
+        """Let the next call of this method begin a little later: those behind it may overtake it. Ray promises no
+        order to actors of many calls at once."""
+        self._late.add((method, self._counts[method] + 1))
 
     def crash_at(self, method: str, number: int = 1) -> None:
         """Die when this method is called for the n-th time."""
@@ -163,14 +175,22 @@ class FakeHandle(Shared):
             return self._failed()
         process = self._process or self._start()
         answer = self._answer()
-        work = self._work(process, method, travelled(arguments), answer)
+        is_late = (method, self._counts[method]) in self._late
+        work = self._work(process, method, travelled(arguments), answer, is_late)
         asyncio.get_running_loop().create_task(work, context=_context_of(process))
         return FakeReference(answer)
 
     async def _work(
-        self, process: FakeProcess, method: str, arguments: tuple[Any, ...], answer: "asyncio.Future[Any]"
+        self,
+        process: FakeProcess,
+        method: str,
+        arguments: tuple[Any, ...],
+        answer: "asyncio.Future[Any]",
+        is_late: bool = False,
     ) -> None:
         try:
+            if is_late:
+                await turns()
             if method in self._gates:
                 await self._gates[method].wait()
             found = travelled(await getattr(process.instance, method)(*arguments))
@@ -287,6 +307,9 @@ class FakeReplica:
     async def ping(self) -> bool:
         return self.is_well
 
+    async def linger(self) -> None:
+        await asyncio.Event().wait()
+
     @property
     def payloads(self) -> list[list[Any]]:
         """Of each part."""
@@ -376,18 +399,24 @@ class FakeRay:
         self.actors: dict[str, FakeHandle] = {}
         self.options: dict[str, dict[str, Any]] = {}
         self.nodes: list[dict[str, Any]] = [{"Alive": True, "Resources": {"CPU": 4.0}}]
+        self.cancelled: list[Any] = []
         monkeypatch.setattr(ray, "kill", self.kill)
+        monkeypatch.setattr(ray, "cancel", self.cancel)
         monkeypatch.setattr(ray, "get_actor", self.get_actor)
         monkeypatch.setattr(ray, "nodes", lambda: self.nodes)
         monkeypatch.setattr(ray.util, "list_named_actors", self.list_named_actors)
         monkeypatch.setattr(ray, "get_runtime_context", _RuntimeContext)
         monkeypatch.setattr("raydispatch.actors.controller.RouterActor", _ActorClass(self, Router))
         monkeypatch.setattr("raydispatch.actors.controller.ReplicaActor", _ActorClass(self, Replica))
+        monkeypatch.setattr("raydispatch.actors.controller.KeeperActor", _ActorClass(self, Keeper))
 
     def kill(self, handle: FakeHandle, *, no_restart: bool = True) -> None:
         handle.crash(for_good=no_restart)
         if no_restart:
             self.actors = {name: one for name, one in self.actors.items() if one is not handle}
+
+    def cancel(self, reference: Any, *, recursive: bool) -> None:
+        self.cancelled.append(reference)
 
     def get_actor(self, name: str, namespace: str) -> FakeHandle:
         if name not in self.actors:
@@ -464,6 +493,10 @@ class System:
     def routers(self) -> dict[str, FakeHandle]:
         return self.named("router")
 
+    @property
+    def keeper(self) -> FakeHandle:
+        return self.fake.actors[keeper_name(self.engine.name)]
+
 
 Story = Callable[[], Awaitable[None]]
 
@@ -491,6 +524,117 @@ class Log(Shared):
     @property
     def payloads(self) -> list[Any]:
         return [envelope.payload for envelope in self.seen]
+
+
+class Journals(dict[str, MemoryJournal]):
+    """The journals at all addresses, in memory: each stays when its keeper goes, and may be there before it comes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self.faults: list[Exception] = []
+        """What is wrong when one is opened, the next time and the times after."""
+        monkeypatch.setattr("raydispatch.delivery.post.open_journal", self._open)
+
+    def __missing__(self, url: str) -> MemoryJournal:
+        return self.setdefault(url, MemoryJournal())
+
+    async def _open(self, url: str, name: str) -> MemoryJournal:
+        self.opened.append(url)
+        if self.faults:
+            raise self.faults.pop(0)
+        return self[url]
+
+
+JOURNAL = JournalSettings(url="sqlite:///nowhere/shop.db", patience_seconds=0.2, watchdog_seconds=0.05)
+TWICE = RetrySettings(tries=2, first_delay_seconds=0)
+MODEST = Rules(JournalDelivery(window=16), TWICE)
+"""Parts of up to four messages."""
+
+
+class Office:
+    """A keeper, the journal that it keeps, and fake replicas that follow no controller but the test.
+
+    Every dispatcher wants everything. The keeper can be crashed; its next life begins with the next call.
+    """
+
+    def __init__(self, fake: FakeRay, journals: Journals, *names: str, way: Rules = MODEST) -> None:
+        self.fake = fake
+        self.journals = journals
+        self.journal = journals[JOURNAL.url]
+        self.ways = dict.fromkeys(names, way)
+        self.replicas: dict[str, FakeReplica] = {}
+        self.handles: dict[str, dict[str, FakeHandle]] = {}
+        self.circuits: dict[str, Circuit] = {}
+        self.generation = 0
+        self.is_planned = True
+        """Whether the controller answers when the keeper asks for the plan."""
+        for name in names:
+            self.join(f"{name}-1")
+        self.handle = fake.start(
+            keeper_name("shop"), lambda: Keeper("shop", JOURNAL, 1_000, FakeHandle(lambda: _Planner(self)))
+        )
+
+    async def open(self) -> "Office":
+        assert await self.keeper.start() is None
+        await self.follow()
+        return self
+
+    @property
+    def keeper(self) -> Keeper:
+        """The one of this life."""
+        keeper: Keeper = self.handle.instance
+        return keeper
+
+    def join(self, replica_id: str, replica: FakeReplica | None = None) -> FakeReplica:
+        """One more replica, in the next plan."""
+        replica = self.replicas[replica_id] = replica or FakeReplica()
+        self.handles.setdefault(replica_id.rpartition("-")[0], {})[replica_id] = _handle_of(replica)
+        return replica
+
+    def plan(self) -> Plan:
+        table = table_of(*((name, "**", 0) for name in self.ways))
+        rules = {name: DEFAULT_RULE._replace(way=way) for name, way in self.ways.items()}
+        replicas = {name: self.handles.get(name, {}) for name in self.ways}
+        return Plan(self.generation, table, replicas, rules, self.circuits)
+
+    async def follow(self) -> None:
+        """Tell the keeper what is now."""
+        self.generation += 1
+        await self.keeper.follow(travelled(self.plan()))
+
+    async def publish(self, *payloads: object, key: str | None = None, due: float | None = None) -> None:
+        messages = [(TOPIC, Envelope(payload, message_type="Order", key=key)) for payload in payloads]
+        await self.send(messages, due)
+
+    async def send(self, messages: Sequence[tuple[str, Envelope[Any]]], due: float | None = None) -> None:
+        await self.keeper.append([Segment.of(messages, None if due is None else [due] * len(messages)).pack()])
+
+    async def subscription(self, name: str) -> SubscriptionStatus:
+        statuses, _ = await self.keeper.status()
+        return next(one for one in statuses if one.name == name)
+
+    async def settled(self, *names: str) -> None:
+        """Wait until nothing is left to do for these."""
+        async with asyncio.timeout(10):
+            while any([(await self.subscription(name)).lag for name in names]):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+    def got(self, replica_id: str) -> list[Any]:
+        """The payloads that a replica was sent, in order."""
+        return [payload for payloads in self.replicas[replica_id].payloads for payload in payloads]
+
+
+class _Planner:
+    """The controller of an office."""
+
+    def __init__(self, office: Office) -> None:
+        self._office = office
+
+    async def plan(self) -> Plan:
+        if not self._office.is_planned:
+            raise NotRegistered("system", "shop")
+        return self._office.plan()
 
 
 def messages_of(pairs: Iterable[tuple[str, Envelope[Any]]]) -> list[Message]:

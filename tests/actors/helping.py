@@ -13,7 +13,9 @@ import ray
 
 from raydispatch import DispatchEngine, Envelope, MessageCategory
 from raydispatch.actors import DispatchSystem
+from raydispatch.actors.names import NAMESPACE, keeper_name
 from raydispatch.errors import SystemUnavailable
+from raydispatch.settings import EngineSettings, JournalSettings
 
 # Workers can't import test modules: what is defined here travels by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -87,6 +89,17 @@ def replica_pids(system: DispatchSystem, dispatcher_id: str = "orders") -> list[
 def router_pids(system: DispatchSystem) -> list[int]:
     """The processes of the routers."""
     return [router.pid for router in system.status().routers if router.pid]
+
+
+def journal_in(folder: Path, **options: Any) -> EngineSettings:
+    """A journal in a file of this folder; what is acknowledged is kept five times a second."""
+    journal = JournalSettings(**{"url": f"sqlite://{folder}/journal.db", "cursor_seconds": 0.2, **options})
+    return EngineSettings(journal=journal)
+
+
+def keeper_of(name: str) -> Any:
+    """The handle of a system's keeper."""
+    return ray.get_actor(keeper_name(name), NAMESPACE)
 
 
 def kill(pid: int) -> None:

@@ -7,11 +7,13 @@ from ray import cloudpickle
 from tests.actors.fakes import EVENT
 
 from raydispatch import DispatchEngine, Envelope
+from raydispatch.actors import system
 from raydispatch.actors.blueprint import PortableSpec, blueprint_of, check_resources, explained
 from raydispatch.actors.plan import Rule
+from raydispatch.delivery.subscription import Rules
 from raydispatch.dispatch.dispatcher import DispatcherSpec
 from raydispatch.errors import InvalidParameter, StartFailed
-from raydispatch.settings import EngineSettings, RetrySettings
+from raydispatch.settings import Delivery, EngineSettings, JournalSettings, PoisonPolicy, RetrySettings
 
 
 async def bill(envelope: Envelope[Any]) -> None:
@@ -94,8 +96,72 @@ def test_a_routers_rule_is_read_from_the_spec() -> None:
     plain = portable()
     strict = portable(at_most_once=True, reject_when_full=True, retry=RetrySettings(tries=7))
 
-    assert (plain.rule, strict.rule) == (Rule(False, False, 3), Rule(True, True, 7))
+    assert (plain.rule, strict.rule) == (
+        Rule(False, False, 3, way=Rules(Delivery(), RetrySettings())),
+        Rule(True, True, 7, way=Rules(Delivery(), RetrySettings(tries=7))),
+    )
     assert portable(retry=None).rule.tries == 1
+
+
+def test_how_a_dispatcher_gets_what_comes_from_the_journal_is_in_its_rule() -> None:
+    delivery = Delivery.reliable_exclusive(window=7)
+
+    rule = portable(delivery=delivery, poison=PoisonPolicy.BLOCK, retry=None, replicas=3).rule
+
+    # Each replica is a consumer, with a window of its own.
+    assert rule.way == Rules(delivery, None, PoisonPolicy.BLOCK)
+
+
+# The journal's place
+
+
+@pytest.mark.parametrize(
+    ("url", "is_up", "home"),
+    [
+        ("sqlite:///var/orders.db", True, "node-7"),
+        ("sqlite:///var/orders.db", False, None),
+        ("nats://localhost:4222", True, None),
+        (None, True, None),
+    ],
+)
+def test_a_journal_in_a_file_has_its_home_where_the_program_runs(
+    monkeypatch: pytest.MonkeyPatch, url: str | None, is_up: bool, home: str | None
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: is_up)
+    monkeypatch.setattr(ray, "get_runtime_context", _Context)
+    settings = EngineSettings(journal=JournalSettings(url=url) if url else None)
+
+    blueprint = blueprint_of(DispatchEngine("shop", settings=settings))
+
+    assert (blueprint.home, blueprint.engine) == (home, settings)
+
+
+class _Context:
+    def get_node_id(self) -> str:
+        return "node-7"
+
+
+def test_a_system_that_starts_ray_itself_keeps_its_journal_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    up, made = [False], []
+
+    def begin(name: str, settings: object, lease: bool) -> Any:
+        raise LookupError
+
+    def note(engine: DispatchEngine) -> Any:
+        made.append(blueprint_of(engine))
+        return made[-1]
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: up[0])
+    monkeypatch.setattr(ray, "get_runtime_context", _Context)
+    monkeypatch.setattr(system, "use_ray", lambda: up.__setitem__(0, True))
+    monkeypatch.setattr(system, "blueprint_of", note)
+    monkeypatch.setattr(system, "_new_controller", begin)
+    settings = EngineSettings(journal=JournalSettings(url="sqlite:///var/orders.db"))
+
+    with pytest.raises(LookupError):
+        system.DispatchSystem.start(DispatchEngine("shop", settings=settings))
+
+    assert made[0].home == "node-7"
 
 
 def test_ray_is_told_only_what_was_asked_for() -> None:

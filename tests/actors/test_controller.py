@@ -1,7 +1,8 @@
 import asyncio
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 from uuid import UUID
@@ -12,10 +13,12 @@ from ray import cloudpickle
 from ray.exceptions import RayTaskError
 from tests.actors.fakes import (
     EVENT,
+    JOURNAL,
     SETTINGS,
     TOPIC,
     FakeHandle,
     FakeRay,
+    Journals,
     Log,
     Shared,
     System,
@@ -34,10 +37,13 @@ from raydispatch.actors.names import controller_name
 from raydispatch.actors.status import SystemStatus
 from raydispatch.actors.wire import message_of
 from raydispatch.delivery.dead_letters import DeadLetter
+from raydispatch.delivery.letters import pack_letter, unpack_letter
+from raydispatch.delivery.segment import Segment
 from raydispatch.dispatch.breaker import CircuitState
 from raydispatch.dispatch.outcome import DispatchStatus, Outcome, Reply
-from raydispatch.errors import DispatchError, ErrorCode, NotRegistered, StartFailed
-from raydispatch.settings import BreakerSettings, SystemSettings
+from raydispatch.errors import DispatchError, ErrorCode, InvalidParameter, NotRegistered, StartFailed
+from raydispatch.settings import BreakerSettings, EngineSettings, RetrySettings, SystemSettings
+from raydispatch.settings import Delivery as JournalDelivery
 
 CONTROLLER = controller_name("shop")
 WATCHFUL = SETTINGS.model_copy(update={"health_seconds": 0.001})
@@ -1119,5 +1125,587 @@ def test_a_restarted_controller_does_not_count_what_was_before(fake: FakeRay, ti
         time.advance(1)
 
         assert (await status_of(system)).messages_per_second == 0.0
+
+    run(story())
+
+
+# With a journal
+
+
+@pytest.fixture
+def journals(monkeypatch: pytest.MonkeyPatch) -> Journals:
+    return Journals(monkeypatch)
+
+
+def durable_engine(
+    handlers: dict[str, Any] | None = None, url: str | None = JOURNAL.url, **options: Any
+) -> DispatchEngine:
+    """As `engine_of`, with the journal at this address."""
+    journal = JOURNAL.model_copy(update={"url": url}) if url is not None else None
+    engine = DispatchEngine("shop", settings=EngineSettings(journal=journal))
+    for name, handler in (handlers or {"a": Log().handle}).items():
+        engine.dispatcher(name, topics="dev.*.events.*", category=EVENT, **{"retry": None, **options})(handler)
+    return engine
+
+
+async def publish(system: System, *payloads: object) -> None:
+    await system.keeper.append.remote([Segment.of(orders(*payloads)).pack()])
+
+
+async def until_async(condition: Callable[[], Awaitable[object]]) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def test_the_keeper_is_there_before_any_replica(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        await started(fake, durable_engine())
+
+        names = list(fake.options)
+        assert names.index("raydispatch/shop/keeper") < names.index("raydispatch/shop/replica/a-1")
+        keeper = fake.options["raydispatch/shop/keeper"]
+        assert (keeper["lifetime"], keeper["max_restarts"], keeper["num_cpus"]) == ("detached", -1, 0)
+
+    run(story())
+
+
+def test_without_a_journal_there_is_no_keeper(fake: FakeRay) -> None:
+    async def story() -> None:
+        system = await started(fake)
+
+        assert "raydispatch/shop/keeper" not in fake.actors
+        assert (await status_of(system)).subscriptions == ()
+
+    run(story())
+
+
+def test_the_keeper_of_a_file_stays_on_its_node(fake: FakeRay, journals: Journals) -> None:
+    node = "a" * 56
+
+    async def story() -> None:
+        system = System(fake, durable_engine())
+        await system.controller.begin.remote(blueprint_of(system.engine)._replace(home=node))
+
+        placed = fake.options["raydispatch/shop/keeper"]["scheduling_strategy"]
+        assert (placed.node_id, placed.soft) == (node, False)
+
+    run(story())
+
+
+def test_a_durable_message_reaches_every_dispatcher(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        logs = {"a": Log(), "b": Log()}
+        system = await started(fake, durable_engine({name: log.handle for name, log in logs.items()}))
+
+        await publish(system, 1, 2)
+        await until(lambda: all(len(log.seen) == 2 for log in logs.values()))
+
+    run(story())
+
+
+def test_a_journal_that_cannot_be_opened_ends_everything_that_was_started(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        journals.faults = [InvalidParameter("There is no directory /nowhere for the journal shop.db: make it first.")]
+
+        error = await cause_of(started(fake, durable_engine()))
+
+        assert isinstance(error, StartFailed)
+        assert error.dispatcher_id == "journal"
+        assert "There is no directory /nowhere" in error.reason
+        assert set(fake.actors) == {CONTROLLER}
+
+    run(story())
+
+
+def test_a_journal_that_cannot_be_opened_is_called_a_journal(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        journals.faults = [InvalidParameter("There is no directory /nowhere for the journal shop.db: make it first.")]
+
+        error = await cause_of(started(fake, durable_engine()))
+
+        assert "dispatcher" not in str(error)
+        assert ".." not in str(error)
+
+    run(story())
+
+
+def test_the_keeper_hears_of_every_plan_and_every_circuit(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        system = await started(fake, durable_engine(breaker=BreakerSettings(failure_threshold=1)))
+        await system.controller.scale.remote("a", 2)
+
+        await system.controller.report.remote("a", "a-1", Report.FAILED)
+
+        plans = [call.arguments[0] for call in system.keeper.calls if call.method == "follow"]
+        assert [list(plan.replicas["a"]) for plan in plans][-1] == ["a-1", "a-2"]
+        circuits = [call.arguments for call in system.keeper.calls if call.method == "follow_circuit"]
+        assert [(name, circuit.state) for name, circuit in circuits] == [("a", CircuitState.OPEN)]
+
+    run(story())
+
+
+def test_the_status_shows_subscriptions_and_dead_letters(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        system = await started(fake, durable_engine({"a": raising, "b": Log().handle}, breaker=None))
+
+        await publish(system, 1)
+
+        async def has_ended() -> bool:
+            status = await status_of(system)
+            return status.dead_letters == 1 and all(one.lag == 0 for one in status.subscriptions)
+
+        await until_async(has_ended)
+        found = {one.name: one for one in (await status_of(system)).subscriptions}
+        assert set(found) == {"a", "b"}
+        assert (found["a"].given_up, found["b"].acked, found["b"].consumers) == (1, 1, 1)
+        assert (str(found["a"].mode), found["a"].reliable) == ("shared", True)
+
+    run(story())
+
+
+def test_a_status_can_be_had_while_the_keeper_is_away(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        system = await started(fake, durable_engine())
+        system.keeper.is_down = True
+
+        status = await status_of(system)
+
+        assert (status.subscriptions, status.dead_letters) == ((), 0)
+
+    run(story())
+
+
+def test_a_keeper_that_dies_comes_back_and_goes_on(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}))
+        await publish(system, 1)
+        await until(lambda: log.seen)
+
+        system.keeper.crash()
+        await publish(system, 2)
+        await until(lambda: 2 in log.payloads)
+        await turns(100)
+
+        assert log.payloads == [1, 2]  # The first comes again, and is remembered.
+
+    run(story())
+
+
+async def handled(fake: FakeRay, delay: bool, delivery: JournalDelivery, count: int) -> list[Any]:
+    """In which order the one handler sees messages, one at a time."""
+    log = Log()
+    system = await started(fake, durable_engine({"a": log.handle}, concurrency=1, delivery=delivery))
+    if delay:
+        system.replicas["a-1"].delay("process")
+    await publish(system, *range(count))
+    await until(lambda: len(log.seen) == count)
+    return log.payloads
+
+
+@pytest.mark.parametrize(
+    ("delay", "window"),
+    [
+        (False, 16),
+        (True, 1),
+        (True, 16),
+    ],
+)
+def test_exclusive_delivery_keeps_order_though_calls_may_overtake_each_other(
+    fake: FakeRay, journals: Journals, delay: bool, window: int
+) -> None:
+    async def story() -> None:
+        ran = await handled(fake, delay, JournalDelivery.reliable_exclusive(window=window), 40)
+
+        assert ran == list(range(40))
+
+    run(story())
+
+
+# Dead letters in the journal
+
+
+def test_dead_letters_that_are_data_go_to_the_keeper_and_others_stay(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        system = await started(fake, durable_engine())
+        data = pack_letter(cloudpickle.loads(letter(1)))
+
+        await system.controller.bury_many.remote([data, letter(2)])
+        await system.controller.bury.remote(letter(3))
+
+        kept = [cloudpickle.loads(one).envelope.payload for one in await system.controller.dead_letters.remote()]
+        assert (await system.keeper.letters.remote(), kept) == ([data], [2, 3])
+
+    run(story())
+
+
+def test_what_dispatch_could_not_handle_is_in_the_journal_too(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        system = await started(fake, durable_engine({"a": raising}))
+
+        await system.send(*orders({"n": 1}))
+
+        async def kept() -> list[bytes]:
+            found: list[bytes] = await system.keeper.letters.remote()
+            return found
+
+        await until_async(kept)
+        (packed,) = await kept()
+        assert unpack_letter(packed).envelope.payload == {"n": 1}
+
+    run(story())
+
+
+@pytest.mark.parametrize(("payload", "is_data"), [({"n": 1}, True), (Starting(), False)])
+def test_a_message_that_took_its_replicas_with_it_is_in_the_journal_if_it_is_data(
+    fake: FakeRay, journals: Journals, payload: object, is_data: bool
+) -> None:
+    async def story() -> None:
+        system = await started(fake, durable_engine())
+        message = message_of(TOPIC, Envelope(payload, message_type="Order"))
+        outcome = Outcome("a", DispatchStatus.DISPATCHER_ERROR, error_code=ErrorCode.REPLICA_LOST)
+
+        await system.controller.bury_lost.remote(message.key, message.blob, outcome, "v")
+
+        in_journal = len(await system.keeper.letters.remote())
+        in_memory = len(await system.controller.dead_letters.remote())
+        assert (in_journal, in_memory) == (int(is_data), int(not is_data))
+
+    run(story())
+
+
+def test_a_dead_letter_that_meets_a_keeper_that_is_away_is_not_lost(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        system = await started(fake, durable_engine())
+        data = pack_letter(cloudpickle.loads(letter(1)))
+        system.keeper.crash_at("bury")
+
+        with suppress(Exception):
+            await system.controller.bury_many.remote([data])
+
+        found = [*await system.keeper.letters.remote(), *await system.controller.dead_letters.remote()]
+        assert len(found) == 1
+
+    run(story())
+
+
+def test_dead_letters_are_kept_after_a_swap_that_takes_the_journal_away(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        system = await started(fake, durable_engine({"a": raising}))
+        await system.controller.swap.remote(blueprint_of(durable_engine({"a": raising}, url=None)))
+
+        await system.send(*orders({"n": 1}))
+        await turns(100)
+
+        assert len(await system.controller.dead_letters.remote()) == 1
+
+    run(story())
+
+
+class Forwarding(Shared):
+    """A handler with an output, which waits at the gate of its message if there is one."""
+
+    def __init__(self, *held: object) -> None:
+        self.ran: list[Any] = []
+        self.gates = {payload: asyncio.Event() for payload in held}
+
+    async def handle(self, envelope: Envelope[Any]) -> str:
+        self.ran.append(envelope.payload)
+        if envelope.payload in self.gates:
+            await self.gates[envelope.payload].wait()
+        return "dev.done.results.v1"
+
+
+def test_outputs_that_found_no_room_are_published_later_without_running_the_handler_elsewhere(
+    fake: FakeRay, journals: Journals
+) -> None:
+    async def story() -> None:
+        handler = Forwarding("first", "there", "here")
+        engine = durable_engine(
+            {"a": handler}, replicas=2, outputs="journal", delivery=JournalDelivery(window=1),
+            retry=RetrySettings(tries=9, first_delay_seconds=1, max_delay_seconds=1),
+        )  # fmt: skip
+        system = await started(fake, engine)
+        await publish(system, "first")
+        await until(lambda: handler.ran)
+        await publish(system, "there", "here")  # One for the other replica, and one that waits for a place.
+        await until(lambda: len(handler.ran) == 2)
+        journals[JOURNAL.url].away = True
+        handler.gates["first"].set()
+        await until(lambda: len(handler.ran) == 3)
+        journals[JOURNAL.url].away = False
+
+        handler.gates["there"].set()
+        await until(lambda: len(journals[JOURNAL.url].batches) == 4)
+
+        assert handler.ran.count("first") == 1
+
+    run(story())
+
+
+# Changes with a journal
+
+
+def test_a_swap_brings_and_takes_subscriptions(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        logs = {name: Log() for name in "abc"}
+        handlers = {name: log.handle for name, log in logs.items()}
+        system = await started(fake, durable_engine({name: handlers[name] for name in "ab"}))
+        await publish(system, 1)
+        await until(lambda: logs["a"].seen and logs["b"].seen)
+
+        await system.controller.swap.remote(blueprint_of(durable_engine({name: handlers[name] for name in "bc"})))
+        await publish(system, 2)
+        await until(lambda: len(logs["b"].seen) == 2 and logs["c"].seen)
+
+        assert {name: log.payloads for name, log in logs.items()} == {"a": [1], "b": [1, 2], "c": [2]}
+        assert [one.name for one in (await status_of(system)).subscriptions] == ["b", "c"]
+
+    run(story())
+
+
+def test_a_swap_changes_how_messages_are_delivered(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}))
+
+        swap = durable_engine({"a": log.handle}, delivery=JournalDelivery.reliable_exclusive(window=1))
+        await system.controller.swap.remote(blueprint_of(swap))
+        await publish(system, 1)
+        await until(lambda: log.seen)
+
+        (subscription,) = (await status_of(system)).subscriptions
+        assert (str(subscription.mode), subscription.consumers) == ("exclusive", 1)
+
+    run(story())
+
+
+def test_a_swap_can_bring_a_journal(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}, url=None))
+
+        await system.controller.swap.remote(blueprint_of(durable_engine({"a": log.handle})))
+        await publish(system, 1)
+
+        await until(lambda: log.payloads == [1])
+
+    run(story())
+
+
+def test_after_a_swap_that_brings_a_journal_replicas_remember_in_it(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}, url=None))
+
+        await system.controller.swap.remote(blueprint_of(durable_engine({"a": log.handle})))
+        await publish(system, 1)
+        await until(lambda: log.seen)
+
+        async def knows() -> list[bytes]:
+            found: list[bytes] = await system.keeper.recall.remote("a")
+            return found
+
+        async with asyncio.timeout(0.5):
+            await until_async(knows)
+
+    run(story())
+
+
+def test_replicas_that_come_with_a_journal_know_what_is_remembered_there(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        messages = orders(1)
+        first, second = Log(), Log()
+        system = await started(fake, durable_engine({"a": first.handle}))
+        await system.send(*messages)
+        await system.controller.stop.remote(5.0)
+
+        system = await started(fake, durable_engine({"b": Log().handle}, url=None))
+        await system.controller.swap.remote(blueprint_of(durable_engine({"a": second.handle})))
+        await system.send(*messages)
+
+        assert (len(first.seen), len(second.seen)) == (1, 0)
+
+    run(story())
+
+
+def test_a_swap_can_take_the_journal_away(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}))
+        await publish(system, 1)
+        await until(lambda: log.seen)
+
+        await system.controller.swap.remote(blueprint_of(durable_engine({"a": log.handle}, url=None)))
+        await system.controller.swap.remote(blueprint_of(durable_engine({"a": log.handle})))
+        await publish(system, 2)
+        await until(lambda: len(log.seen) == 2)
+
+        assert log.payloads == [1, 2]
+        assert journals[JOURNAL.url].closes == 1
+
+    run(story())
+
+
+def test_a_swap_to_another_journal_leaves_the_old_one_behind(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}))
+
+        await system.controller.swap.remote(blueprint_of(durable_engine({"a": log.handle}, url="sqlite:///new.db")))
+        await publish(system, 1)
+        await until(lambda: log.seen)
+
+        assert [len(journals[url].batches) for url in (JOURNAL.url, "sqlite:///new.db")] == [0, 1]
+        assert journals[JOURNAL.url].closes == 1
+
+    run(story())
+
+
+def test_a_swap_to_a_journal_that_cannot_be_opened_leaves_the_old_state(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}))
+        journals.faults = [InvalidParameter("There is no directory /nowhere.")]
+
+        with pytest.raises(StartFailed, match="no directory"):
+            await system.controller.swap.remote(blueprint_of(durable_engine({"a": log.handle}, url="sqlite:///x/y.db")))
+        await publish(system, 1)
+        await until(lambda: log.seen)
+
+        assert (await system.controller.blueprint.remote()).engine.journal == JOURNAL
+
+    run(story())
+
+
+def test_scaling_changes_who_gets_what_comes_from_the_journal(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}))
+
+        await system.controller.scale.remote("a", 3)
+        grown = (await status_of(system)).subscriptions[0].consumers
+        await system.controller.scale.remote("a", 1)
+        await publish(system, *range(50))
+        await until(lambda: len(log.seen) == 50)
+
+        assert (grown, (await status_of(system)).subscriptions[0].consumers) == (3, 1)
+
+    run(story())
+
+
+def test_a_replica_that_leaves_gets_nothing_more_from_the_journal(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        log.gate = asyncio.Event()
+        system = await started(fake, durable_engine({"a": log.handle}, replicas=2))
+        await publish(system, *range(10))
+        await until(lambda: log.now == 10)
+
+        scaling = asyncio.create_task(_done(system.controller.scale.remote("a", 1)))
+        await until(lambda: system.replicas["a-2"].count("drain"))
+        parts = system.replicas["a-2"].count("process")
+        await publish(system, *range(10, 20))
+        await until(lambda: log.now == 20)
+        log.gate.set()
+        leaving = system.replicas["a-2"]
+        await scaling
+
+        assert leaving.count("process") == parts
+        assert sorted(log.payloads) == list(range(20))
+
+    run(story())
+
+
+def test_a_restarted_controller_keeps_the_keeper(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}))
+        keeper = system.keeper
+
+        system.controller.crash()
+        await system.controller.scale.remote("a", 2)
+        await publish(system, 1)
+        await until(lambda: log.seen)
+
+        assert (system.keeper is keeper, keeper.lives) == (True, 1)
+        (subscription,) = (await status_of(system)).subscriptions
+        assert subscription.consumers == 2
+
+    run(story())
+
+
+def test_keeper_and_controller_may_die_together(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        system = await started(fake, durable_engine({"a": log.handle}))
+
+        system.controller.crash()
+        system.keeper.crash()
+        await publish(system, 1)
+
+        await until(lambda: log.payloads == [1])
+
+    run(story())
+
+
+# Stopping with a journal
+
+
+def test_stopping_ends_what_is_under_way_and_keeps_the_cursors(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        log = Log()
+        log.gate = asyncio.Event()
+        system = await started(fake, durable_engine({"a": log.handle}))
+        await publish(system, 1)
+        await until(lambda: log.seen)
+
+        stopping = asyncio.create_task(_done(system.controller.stop.remote(5.0)))
+        await until(lambda: system.keeper.count("drain"))
+        await publish(system, 2)  # Kept, and delivered in the next life.
+        log.gate.set()
+
+        assert await stopping is True
+        assert set(fake.actors) == {CONTROLLER}
+        assert (log.payloads, journals[JOURNAL.url].closes) == ([1], 1)
+
+    run(story())
+
+
+def test_the_next_life_goes_on_where_the_last_one_was(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        first, second = Log(), Log()
+        system = await started(fake, durable_engine({"a": first.handle}))
+        await publish(system, 1, 2)
+        await until(lambda: len(first.seen) == 2)
+        assert await system.controller.stop.remote(5.0)
+
+        again = await started(fake, durable_engine({"a": second.handle}))
+        await publish(again, 3)
+        await until(lambda: second.seen)
+        await turns(100)
+
+        assert (first.payloads, second.payloads) == ([1, 2], [3])
+        assert second.seen[0].attempt == 1
+
+    run(story())
+
+
+def test_what_a_reader_holds_when_the_system_stops_comes_in_the_next_life(fake: FakeRay, journals: Journals) -> None:
+    async def story() -> None:
+        system = await started(fake, durable_engine())
+        reader = await system.keeper.consume.remote("feed", "**", JournalDelivery(), None)
+        await publish(system, 1)
+        held = await system.keeper.pull.remote(reader, 1, 1.0)
+
+        in_time = await system.controller.stop.remote(0.1)
+        again = await started(fake, durable_engine())
+        reader = await again.keeper.consume.remote("feed", "**", JournalDelivery(), None)
+        found = await again.keeper.pull.remote(reader, 1, 1.0)
+
+        assert not in_time
+        assert found.offsets == held.offsets
+        assert found.deliveries[0] > 0
 
     run(story())

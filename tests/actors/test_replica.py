@@ -1,7 +1,9 @@
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import ray
 from pydantic import BaseModel
@@ -12,6 +14,7 @@ from tests.actors.fakes import (
     TOPIC,
     FakeController,
     FakeHandle,
+    FakeRay,
     Log,
     Shared,
     orders,
@@ -23,13 +26,17 @@ from tests.actors.fakes import (
 
 from raydispatch import Envelope
 from raydispatch.actors.circuit import Circuit
+from raydispatch.actors.names import keeper_name
 from raydispatch.actors.replica import Duty, Replica
-from raydispatch.actors.wire import Item, Part
+from raydispatch.actors.wire import Item, Journaled, Part, decode, encode
+from raydispatch.delivery.letters import unpack_letter
+from raydispatch.delivery.memories import unpacked_note
 from raydispatch.dispatch.breaker import CircuitState
 from raydispatch.dispatch.dispatcher import DispatcherSpec
 from raydispatch.dispatch.outcome import DispatchStatus, Outcome, Reply
-from raydispatch.errors import ErrorCode
-from raydispatch.settings import BreakerSettings, EngineSettings, RetrySettings, SystemSettings
+from raydispatch.errors import ErrorCode, JournalUnavailable
+from raydispatch.messages.stored import stored
+from raydispatch.settings import BreakerSettings, EngineSettings, JournalSettings, RetrySettings, SystemSettings
 
 ONCE = RetrySettings(tries=1)
 
@@ -44,12 +51,13 @@ class Seat:
         circuit: Circuit | None = None,
         middleware: tuple[Any, ...] = (),
         settings: SystemSettings = SETTINGS,
+        engine: EngineSettings | None = None,
         **options: Any,
     ) -> None:
         spec = DispatcherSpec("billing", handler, EVENT, **{"retry": ONCE, **options})
         self.controller = FakeHandle(lambda: FakeController(circuit) if circuit else FakeController())
         blob = cloudpickle.dumps((spec, middleware))
-        duty = Duty("shop", "billing-1", blob, EngineSettings(), settings, "version")
+        duty = Duty("shop", "billing-1", blob, engine or EngineSettings(), settings, "version")
         self.replica = Replica(duty, self.controller)
 
     async def process(self, *messages: tuple[str, Envelope[Any]], **marks: bool) -> list[Item | None]:
@@ -68,7 +76,7 @@ class Seat:
         return [report for _, _, report in self.controller.instance.reports]
 
 
-def part_of(messages: Any, **marks: bool) -> Part:
+def part_of(messages: Any, **marks: Any) -> Part:
     parcel = parcel_of(messages)
     return Part(parcel.keys, parcel.rows, ["route"] * len(parcel.keys), parcel.blobs, **marks)
 
@@ -931,5 +939,303 @@ def test_draining_gives_up_when_its_time_is_up() -> None:
 def test_a_replica_that_never_had_anything_to_do_is_drained_at_once() -> None:
     async def story() -> None:
         assert await Seat(Log().handle).replica.drain(0)
+
+    run(story())
+
+
+# Messages from a journal
+
+JOURNALED = EngineSettings(journal=JournalSettings(url="sqlite:///nowhere/shop.db", patience_seconds=0.1))
+THRICE = RetrySettings(tries=3, first_delay_seconds=0)
+
+
+class FakeKeeper(Shared):
+    """Takes notes and outputs, and knows what it is told to know."""
+
+    def __init__(self) -> None:
+        self.known: list[bytes] = []
+        self.outputs: list[bytes] = []
+        self.has_room = True
+
+    async def recall(self, dispatcher_id: str) -> list[bytes]:
+        return self.known
+
+    async def note(self, dispatcher_id: str, notes: list[bytes]) -> None:
+        self.known = [*self.known, *notes]
+
+    async def append(self, packed: list[bytes]) -> None:
+        if not self.has_room:
+            raise JournalUnavailable("the disk is full")
+        self.outputs += packed
+
+
+@pytest.fixture
+def keeper(monkeypatch: pytest.MonkeyPatch) -> FakeKeeper:
+    """Where replicas of a system with a journal find it."""
+    keeper = FakeKeeper()
+    FakeRay(monkeypatch).start(keeper_name("shop"), lambda: keeper)
+    return keeper
+
+
+def journaled(messages: Any, *deliveries: int, again: bool = False) -> Part:
+    """As the keeper sends them."""
+    part = part_of(messages)
+    blobs = [stored(envelope) for _, envelope in messages]
+    return part._replace(blobs=blobs, journaled=Journaled(list(deliveries) or [0] * len(blobs), again))
+
+
+def test_a_message_from_a_journal_is_what_was_published() -> None:
+    async def story() -> None:
+        log = Log()
+        envelope = Envelope({"n": 1}, message_type="Order", topic=TOPIC, key="k", headers={"from": "web"})
+
+        items = await Seat(log.handle).replica.process(journaled([(TOPIC, envelope)]))
+
+        assert plain(items)
+        assert log.seen == [envelope]
+
+    run(story())
+
+
+@pytest.mark.parametrize("pack", [encode, stored])
+def test_both_kinds_of_bytes_are_told_apart(pack: Callable[[Envelope[Any]], bytes]) -> None:
+    envelope = Envelope([1, "x", None], message_type="Order", topic=TOPIC, key="k", attempt=3, hops=2)
+
+    assert decode(pack(envelope), (TOPIC, "Order")) == envelope
+
+
+def test_a_message_from_a_journal_is_tried_once_and_buried_by_nobody_here() -> None:
+    async def story() -> None:
+        log = raising(OSError("down"))
+        seat = Seat(log.handle, retry=THRICE)
+
+        (item,) = await seat.replica.process(journaled(orders(1)))
+
+        outcome = outcome_of(item)
+        assert (outcome.status, outcome.attempts, len(log.seen)) == (DispatchStatus.DISPATCHER_ERROR, 1, 1)
+        assert await seat.letters() == []
+
+    run(story())
+
+
+def test_its_attempt_says_how_often_it_was_delivered() -> None:
+    async def story() -> None:
+        log = Log()
+        first, second = orders("first", "second")
+        redriven = (TOPIC, second[1].with_attempt(4))
+
+        await Seat(log.handle).replica.process(journaled([first, redriven], 2, 1))
+
+        assert {envelope.payload: envelope.attempt for envelope in log.seen} == {"first": 3, "second": 5}
+
+    run(story())
+
+
+def test_what_is_remembered_runs_again_only_in_a_replay() -> None:
+    async def story() -> None:
+        log = Log()
+        seat = Seat(log.handle)
+        messages = orders(1)
+
+        await seat.replica.process(journaled(messages))
+        (repeat,) = await seat.replica.process(journaled(messages))
+        ran = len(log.seen)
+        (replayed,) = await seat.replica.process(journaled(messages, again=True))
+
+        assert (outcome_of(repeat).repeated, ran) == (True, 1)
+        assert (type(replayed), len(log.seen)) == (float, 2)
+
+    run(story())
+
+
+def test_bytes_of_a_journal_that_cannot_be_read_are_an_invalid_message() -> None:
+    async def story() -> None:
+        seat = Seat(Log().handle)
+        part = journaled(orders(1, 2))
+        part.blobs[0] = part.blobs[0][:7]
+
+        items = await seat.replica.process(part)
+
+        assert outcome_of(items[0]).error_code is ErrorCode.PAYLOAD_INVALID
+        assert plain(items[1:])
+
+    run(story())
+
+
+def test_a_batch_handler_gets_messages_from_a_journal_together() -> None:
+    async def story() -> None:
+        sizes = SharedList([])
+
+        async def handle(table: pa.Table) -> None:
+            sizes.items.append(len(table))
+
+        seat = Seat(handle, batch=True, concurrency=100)
+
+        items = await seat.replica.process(journaled(orders(*range(20))))
+
+        assert plain(items)
+        assert sizes.items == [20]
+
+    run(story())
+
+
+def test_what_a_replica_has_handled_it_tells_the_keeper(keeper: FakeKeeper) -> None:
+    async def story() -> None:
+        seat = Seat(Log().handle, engine=JOURNALED)
+        durable, plain_one = orders(1, 2)
+
+        await seat.replica.process(journaled([durable]))
+        await seat.process(plain_one)
+        await until(lambda: len(keeper.known) == 2)
+
+        noted = {unpacked_note(note, "billing")[0] for note in keeper.known}
+        assert noted == {durable[1].message_id, plain_one[1].message_id}
+
+    run(story())
+
+
+def test_what_was_handled_in_another_life_is_not_handled_again(keeper: FakeKeeper) -> None:
+    async def story() -> None:
+        log = Log()
+        messages = orders(1)
+        first = Seat(log.handle, engine=JOURNALED)
+        await first.replica.process(journaled(messages))
+        await first.replica.drain(5)
+
+        born_again = Seat(log.handle, engine=JOURNALED)
+        (durable,) = await born_again.replica.process(journaled(messages, 1))
+        (sent,) = await born_again.process(*messages)
+
+        assert log.payloads == [1]
+        assert [outcome_of(item).repeated for item in (durable, sent)] == [True, True]
+
+    run(story())
+
+
+def test_draining_tells_the_keeper_what_is_left_to_tell(keeper: FakeKeeper) -> None:
+    async def story() -> None:
+        seat = Seat(Log().handle, engine=JOURNALED)
+        await seat.replica.process(journaled(orders(1, 2)))
+        before = len(keeper.known)
+
+        assert await seat.replica.drain(5)
+
+        assert (before, len(keeper.known)) == (0, 2)
+
+    run(story())
+
+
+def test_with_a_journal_dead_letters_are_data_where_that_can_be(keeper: FakeKeeper) -> None:
+    async def story() -> None:
+        seat = Seat(raising(OSError("down")).handle, engine=JOURNALED)
+
+        await seat.process(*orders({"n": 1}), *orders(Opaque()))
+        await turns()
+
+        letters = [call.arguments[0] for call in seat.controller.calls if call.method == "bury"]
+        data, pickled = letters if letters[0][0] != 0x80 else reversed(letters)
+        assert unpack_letter(data).envelope.payload == {"n": 1}
+        assert isinstance(cloudpickle.loads(pickled).envelope.payload, Opaque)
+
+    run(story())
+
+
+class Opaque(Shared):
+    """Travels, and is no data."""
+
+
+def test_outputs_that_found_no_room_are_published_later_without_running_the_handler(keeper: FakeKeeper) -> None:
+    async def story() -> None:
+        log = Log(lambda envelope: "dev.bill.events.v1")
+        seat = Seat(log.handle, engine=JOURNALED, outputs="journal")
+        messages = orders(1)
+        keeper.has_room = False
+        (first,) = await seat.replica.process(journaled(messages))
+        (second,) = await seat.replica.process(journaled(messages, 1))
+
+        keeper.has_room = True
+        (third,) = await seat.replica.process(journaled(messages, 2))
+
+        assert [outcome_of(item).status for item in (first, second)] == [DispatchStatus.PUBLISH_FAILED] * 2
+        assert outcome_of(third).status is DispatchStatus.SUCCESS
+        assert outcome_of(third).outputs == ("dev.bill.events.v1",)
+        assert (log.payloads, len(keeper.outputs)) == ([1], 1)
+
+    run(story())
+
+
+def test_when_they_are_published_at_last_that_is_remembered(keeper: FakeKeeper) -> None:
+    async def story() -> None:
+        log = Log(lambda envelope: "dev.bill.events.v1")
+        seat = Seat(log.handle, engine=JOURNALED, outputs="journal")
+        messages = orders(1)
+        keeper.has_room = False
+        await seat.replica.process(journaled(messages))
+        keeper.has_room = True
+        await seat.replica.process(journaled(messages, 1))
+
+        (repeat,) = await seat.replica.process(journaled(messages, 2))
+
+        assert (outcome_of(repeat).status, outcome_of(repeat).repeated) == (DispatchStatus.SUCCESS, True)
+        assert (len(log.seen), len(keeper.outputs)) == (1, 1)
+
+    run(story())
+
+
+def test_outputs_that_were_lost_with_their_process_are_made_again(keeper: FakeKeeper) -> None:
+    async def story() -> None:
+        log = Log(lambda envelope: "dev.bill.events.v1")
+        messages = orders(1)
+        keeper.has_room = False
+        first = Seat(log.handle, engine=JOURNALED, outputs="journal")
+        await first.replica.process(journaled(messages))
+
+        keeper.has_room = True
+        born_again = Seat(log.handle, engine=JOURNALED, outputs="journal")
+        (item,) = await born_again.replica.process(journaled(messages, 1))
+
+        assert outcome_of(item).status is DispatchStatus.SUCCESS
+        assert len(keeper.outputs) == 1
+
+    run(story())
+
+
+class FakeOutlet:
+    """In the place of a server."""
+
+    def __init__(self) -> None:
+        self.opened: list[tuple[str, str]] = []
+        self.outputs: list[Envelope[Any]] = []
+        self.closes = 0
+
+    def open(self, url: str, name: str) -> "FakeOutlet":
+        self.opened.append((url, name))
+        return self
+
+    async def accept(self, outputs: Any) -> bool:
+        self.outputs += outputs
+        return True
+
+    async def close(self) -> None:
+        self.closes += 1
+
+
+def test_outputs_may_leave_the_system_and_draining_closes_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    outlet = FakeOutlet()
+    monkeypatch.setattr("raydispatch.actors.replica.open_outlet", outlet.open)
+
+    async def story() -> None:
+        seat = Seat(Log(lambda envelope: "dev.bill.events.v1").handle, outputs="nats://localhost:4222")
+
+        await seat.process(*orders(1, 2))
+        before = outlet.closes
+        assert await seat.replica.drain(5)
+
+        assert outlet.opened == [("nats://localhost:4222", "shop")]
+        assert [(envelope.topic, envelope.payload) for envelope in outlet.outputs] == [
+            ("dev.bill.events.v1", 1),
+            ("dev.bill.events.v1", 2),
+        ]
+        assert (before, outlet.closes) == (0, 1)
 
     run(story())

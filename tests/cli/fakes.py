@@ -2,8 +2,9 @@
 
 from typing import Any, Self
 
-from raydispatch.actors.status import DispatcherStatus, ReplicaStatus, RouterStatus, SystemStatus
+from raydispatch.actors.status import DispatcherStatus, ReplicaStatus, RouterStatus, SubscriptionInfo, SystemStatus
 from raydispatch.dispatch.breaker import CircuitState
+from raydispatch.settings import DeliveryMode
 
 
 def status_of(handled: int = 0, *, circuit: CircuitState = CircuitState.CLOSED, replicas: int = 1) -> SystemStatus:
@@ -22,6 +23,14 @@ def status_of(handled: int = 0, *, circuit: CircuitState = CircuitState.CLOSED, 
         dispatchers={"billing": billing},
         dead_letters=3,
     )
+
+
+def subscription_of(name: str, *, reliable: bool = True) -> SubscriptionInfo:
+    """One that is behind."""
+    return SubscriptionInfo(
+        name=name, mode=DeliveryMode.KEY_SHARED, reliable=reliable, consumers=2, lag=12_345_678, in_flight=64,
+        waiting=1_000, position=99, acked=35, retried=17, given_up=5,
+    )  # fmt: skip
 
 
 class FakeSystem:

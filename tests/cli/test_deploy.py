@@ -12,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from raydispatch import Envelope
+from raydispatch.cli.deploy import _with_journal
 from raydispatch.cli.main import app
 from raydispatch.errors import DispatchError, InvalidParameter, NotRegistered, SystemUnavailable
+from raydispatch.settings import EngineSettings, JournalSettings
 
 SHOP = """
 import asyncio
@@ -72,6 +74,17 @@ def test_mistakes_in_the_arguments_are_found_before_ray_is(
 
     assert isinstance(done.exception, InvalidParameter)
     assert words in str(done.exception)
+
+
+def test_a_journal_that_deploy_names_takes_the_place_of_the_engines_own() -> None:
+    own = EngineSettings(batch_size=7, journal=JournalSettings(url="sqlite:///var/shop.db", keep_seconds=60))
+
+    settings = _with_journal(own, "nats://here:4222")
+    fresh = _with_journal(EngineSettings(), "sqlite:///var/shop.db")
+
+    assert settings.batch_size == 7
+    assert settings.journal == JournalSettings(url="nats://here:4222", keep_seconds=60)
+    assert fresh.journal == JournalSettings(url="sqlite:///var/shop.db")
 
 
 def test_deploy_wants_one_router_at_least() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.cli.fakes import FakeSystem, status_of
+from tests.cli.fakes import FakeSystem, status_of, subscription_of
 from typer.testing import CliRunner
 
 from raydispatch.cli import down, scale, status, top
@@ -61,6 +61,24 @@ def test_a_router_that_is_away_and_an_open_circuit_are_seen() -> None:
 
     assert "open" in text
     assert next(line for line in text.splitlines() if "router-2" in line).split()[1] == "away"
+
+
+def test_subscriptions_are_shown_if_there_are_any() -> None:
+    plain = status_of()
+    status = plain.model_copy(
+        update={"subscriptions": (subscription_of("feed", reliable=False), subscription_of("billing"))}
+    )
+
+    text = text_of(Look(status, 0.0, {"billing": 0.0}))
+    lines = text.splitlines()
+
+    start = next(number for number, line in enumerate(lines) if line.startswith("name"))
+    assert [line.split() for line in lines[start + 2 : start + 4]] == [
+        ["billing", "reliable_key_shared", "12,345,678", "64", "1,000", "17", "5"],
+        ["feed", "key_shared", "12,345,678", "64", "1,000", "17", "5"],
+    ]
+    assert "…" not in text
+    assert "given up" not in text_of(Look(plain, 0.0, {"billing": 0.0}))
 
 
 def test_status_as_json_has_the_sums_beside_the_parts(system: FakeSystem) -> None:

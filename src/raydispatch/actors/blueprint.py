@@ -7,6 +7,7 @@ import ray
 from ray import cloudpickle
 
 from raydispatch.actors.plan import Rule
+from raydispatch.bus.durable import rules_of
 from raydispatch.bus.engine import DispatchEngine
 from raydispatch.dispatch.dispatcher import DispatcherSpec
 from raydispatch.errors import InvalidParameter, StartFailed
@@ -20,6 +21,8 @@ class Blueprint(NamedTuple):
     table: RouteTable
     specs: Mapping[str, "PortableSpec"]
     engine: EngineSettings
+    home: str | None = None
+    """The node of the journal's file, if it has one."""
 
 
 class PortableSpec(NamedTuple):
@@ -53,7 +56,7 @@ class PortableSpec(NamedTuple):
             "scheduling_strategy": spec.scheduling_strategy,
         }
         tries = spec.retry.tries if spec.retry else 1
-        rule = Rule(spec.at_most_once, spec.reject_when_full, tries, spec.batch, spec.max_in_flight)
+        rule = Rule(spec.at_most_once, spec.reject_when_full, tries, spec.batch, spec.max_in_flight, rules_of(spec))
         given = {name: value for name, value in options.items() if value is not None}
         return cls(spec.dispatcher_id, handler, spec.replicas, spec.concurrency, rule, spec.breaker, given)
 
@@ -62,7 +65,10 @@ def blueprint_of(engine: DispatchEngine) -> Blueprint:
     """An engine, frozen and ready to travel."""
     table = engine.freeze()
     specs = {spec.dispatcher_id: PortableSpec.of(spec, engine.middleware) for spec in engine.registry.dispatchers()}
-    return Blueprint(table, specs, engine.settings)
+    journal = engine.settings.journal
+    is_here = journal is not None and journal.url.startswith("sqlite:")
+    home = ray.get_runtime_context().get_node_id() if is_here and ray.is_initialized() else None
+    return Blueprint(table, specs, engine.settings, home)
 
 
 def check_resources(spec: PortableSpec) -> None:

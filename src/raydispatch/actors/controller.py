@@ -13,31 +13,48 @@ from uuid import UUID
 
 import ray
 from ray import cloudpickle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydispatch.actors.blueprint import Blueprint, PortableSpec, check_resources, explained
 from raydispatch.actors.census import Census
 from raydispatch.actors.circuit import CLOSED, Circuit, CircuitBoard, Report
-from raydispatch.actors.names import FORMAT, NAMESPACE, controller_name, replica_name, router_name, system_prefix
+from raydispatch.actors.keeper import KeeperActor
+from raydispatch.actors.names import (
+    FORMAT,
+    NAMESPACE,
+    controller_name,
+    keeper_name,
+    replica_name,
+    router_name,
+    system_prefix,
+)
 from raydispatch.actors.plan import Plan
 from raydispatch.actors.replica import Duty, ReplicaActor
 from raydispatch.actors.replies import Mailbox
 from raydispatch.actors.router import RouterActor
 from raydispatch.actors.row_desk import envelopes_of
 from raydispatch.actors.rows import RowPart
-from raydispatch.actors.status import DispatcherStatus, SystemStatus
+from raydispatch.actors.status import DispatcherStatus, SubscriptionInfo, SystemStatus
 from raydispatch.actors.wire import Key, decode
 from raydispatch.delivery.dead_letters import DeadLetter
+from raydispatch.delivery.letters import pack_letter
 from raydispatch.dispatch.breaker import CircuitState
 from raydispatch.dispatch.metrics import DispatchMetrics
 from raydispatch.dispatch.outcome import Outcome, Reply
 from raydispatch.dispatch.sanitize import describe_exception
-from raydispatch.errors import NotRegistered, StartFailed
+from raydispatch.errors import InvalidParameter, NotRegistered, PartFailed, StartFailed
+from raydispatch.messages.envelope import Envelope
 from raydispatch.settings import EngineSettings, SystemSettings
 
 _log = logging.getLogger("raydispatch")
 
 ANSWER_SECONDS = 5.0
 """How long an actor may take to answer a question of the controller."""
+_PICKLE = 0x80
+"""The first byte of a letter that is no data."""
+QUICK_LOSSES = {"RAY_timeout_ms_task_wait_for_death_info": "50", "RAY_core_worker_internal_heartbeat_ms": "50"}
+"""Ray takes up to two seconds to say that a process is gone: it would like to say why, and looks once a second.
+Fail-over needs to know it at once; so the keeper's own Ray looks twenty times a second, and does not wait."""
 MOST_JOBS = 100
 """Whose progress is kept; the oldest goes first."""
 MOST_MAILBOXES = 1_000
@@ -60,6 +77,8 @@ class Controller:
         self._jobs: dict[str, Counter[str]] = {}
         self._next_number = 1
         self._routers: dict[str, Any] = {}
+        self._keeper: Any = None
+        """The one who has the journal, if there is one."""
         self._replicas: dict[str, dict[str, Any]] = {}
         self._boards: dict[str, CircuitBoard] = {}
         self._census = Census(settings.metric_topics, monotonic)
@@ -91,11 +110,12 @@ class Controller:
                 for number in range(1, self._settings.routers + 1):
                     name = router_name(self._name, number)
                     self._routers[name] = _start(RouterActor, name, {}, self._name, self._settings, me)
+                await self._start_keeper(blueprint)
                 for spec in blueprint.specs.values():
                     await self._grow(spec, spec.replicas)
                 answers = await self._tell_routers(seconds=self._settings.start_seconds)
                 if problems := [describe_exception(one) for one in answers if isinstance(one, Exception)]:
-                    raise StartFailed("routers", "; ".join(problems))
+                    raise PartFailed("routers", "; ".join(problems))
             except BaseException:
                 await self._end_all()
                 raise
@@ -142,17 +162,26 @@ class Controller:
         await self._adopting
         async with self._changing:
             old = self._blueprint_now()
+            blueprint = blueprint._replace(home=old.home or blueprint.home)
+            # Replicas tell the keeper what they have handled, and ask it when they start.
+            has_other_journal = blueprint.engine.journal != old.engine.journal
             new = [spec for name, spec in blueprint.specs.items() if name not in old.specs]
             changed = [
                 spec
                 for name, spec in blueprint.specs.items()
-                if name in old.specs and spec.handler != old.specs[name].handler
+                if name in old.specs and (spec.handler != old.specs[name].handler or has_other_journal)
             ]
             before = {spec.dispatcher_id: list(self._replicas[spec.dispatcher_id]) for spec in changed}
             try:
+                if has_other_journal:
+                    await self._end_keeper(self._settings.stop_seconds)
+                    await self._start_keeper(blueprint)
                 for spec in (*new, *changed):
                     await self._grow(spec, spec.replicas, blueprint.engine, blueprint.table.version)
             except BaseException:
+                if has_other_journal:
+                    await self._end_keeper(0.0)
+                    await self._start_keeper(old)
                 for spec in (*new, *changed):
                     kept = before.get(spec.dispatcher_id, [])
                     extra = [name for name in self._replicas.get(spec.dispatcher_id, {}) if name not in kept]
@@ -189,6 +218,7 @@ class Controller:
             statuses = tuple(self._census.replica(*pair) for pair in zip(replicas, loads, strict=True))
             state = self._boards[dispatcher_id].circuit.state if dispatcher_id in self._boards else CircuitState.CLOSED
             dispatchers[dispatcher_id] = DispatcherStatus(dispatcher_id=dispatcher_id, circuit=state, replicas=statuses)
+        subscriptions, letters = await self._keeper_status()
         routers = tuple(self._census.router(*pair) for pair in zip(router_names, router_loads, strict=True))
         return SystemStatus(
             name=self._name,
@@ -197,7 +227,8 @@ class Controller:
             routers=routers,
             dispatchers=dispatchers,
             messages_per_second=self._census.rate(self._census.routed),
-            dead_letters=len(self._letters),
+            dead_letters=len(self._letters) + letters,
+            subscriptions=subscriptions,
             has_lease=self._has_lease,
         )
 
@@ -217,12 +248,15 @@ class Controller:
         async with self._changing:
             self._stopped = True
             deadline = monotonic() + seconds
-            everyone = [one for some in self._replicas.values() for one in some.values()]
             drained = True
-            for actors in (list(self._routers.values()), everyone):
+            everyone = [one for some in self._replicas.values() for one in some.values()]
+            # The journal first: what it would deliver now can wait for the next life.
+            keepers = [self._keeper] if self._keeper is not None else []
+            for actors in (keepers, list(self._routers.values()), everyone):
                 left = max(0.0, deadline - monotonic())
                 answers = await _ask_all((actor.drain.remote(left) for actor in actors), left + ANSWER_SECONDS)
                 drained = drained and all(answer is True for answer in answers)
+            await self._end_keeper(0.0)
             await self._end_all()
             return drained
 
@@ -250,22 +284,44 @@ class Controller:
 
     async def bury(self, letter: bytes) -> None:
         """Keep a dead letter."""
-        self._letters.append(letter)
+        await self.bury_many([letter])
 
     async def bury_many(self, letters: Sequence[bytes]) -> None:
-        """Keep dead letters."""
+        """Keep dead letters: those that are data in the journal, if there is one."""
         self._letters.extend(letters)
+        await self._hand_over()
+
+    async def _hand_over(self) -> None:
+        """Give the keeper what is data; while it is away, that waits here."""
+        data = [letter for letter in self._letters if letter[0] != _PICKLE]
+        if not data or self._keeper is None:
+            return
+        others = [letter for letter in self._letters if letter[0] == _PICKLE]
+        self._letters.clear()
+        self._letters.extend(others)
+        try:
+            await self._keeper.bury.remote(data)
+        except Exception as error:
+            self._letters.extend(data)
+            _log.warning("journal takes no dead letters", extra={"error": describe_exception(error)})
 
     async def bury_lost(self, key: Key, blob: bytes, outcome: Outcome, table_version: str) -> None:
         """Keep a message that took its replicas with it."""
-        now = datetime.now(UTC)
-        self._letters.append(cloudpickle.dumps(DeadLetter(key[0], decode(blob, key), outcome, now, now, table_version)))
+        await self._bury_here(key[0], decode(blob, key), outcome, table_version)
 
     async def bury_row(self, part: RowPart, outcome: Outcome, table_version: str) -> None:
         """Keep a row that took its replicas with it."""
         (envelope,) = envelopes_of(part, await part.content[0])
+        await self._bury_here(envelope.topic, envelope, outcome, table_version)
+
+    async def _bury_here(self, topic: str, envelope: Envelope[Any], outcome: Outcome, table_version: str) -> None:
         now = datetime.now(UTC)
-        self._letters.append(cloudpickle.dumps(DeadLetter(envelope.topic, envelope, outcome, now, now, table_version)))
+        letter = DeadLetter(topic, envelope, outcome, now, now, table_version)
+        packed = cloudpickle.dumps(letter)
+        if self._keeper is not None:
+            with suppress(InvalidParameter):  # Its payload is no data: then it stays in memory.
+                packed = pack_letter(letter)
+        await self.bury_many([packed])
 
     async def note_rows(self, job_id: str, counts: Mapping[str, int]) -> None:
         """So many more rows of a job have ended so; told by those who send them, to be shown while it runs."""
@@ -339,7 +395,8 @@ class Controller:
     async def _tell_routers(self, without: Sequence[str] = (), seconds: float = ANSWER_SECONDS) -> list[Any]:
         self._generation += 1
         plan = self._plan(without)
-        return await _ask_all((router.follow.remote(plan) for router in self._routers.values()), seconds)
+        followers = [*self._routers.values(), *([self._keeper] if self._keeper is not None else [])]
+        return await _ask_all((one.follow.remote(plan) for one in followers), seconds)
 
     async def _settled(self) -> None:
         """Wait until no router works by an older plan: what has begun by it may still need those that are gone."""
@@ -348,7 +405,8 @@ class Controller:
 
     async def _spread(self, dispatcher_id: str, circuit: Circuit) -> None:
         _log.warning("circuit %s", circuit.state.value, extra={"dispatcher_id": dispatcher_id, "system": self._name})
-        routers = [router.follow_circuit.remote(dispatcher_id, circuit) for router in self._routers.values()]
+        senders = [*self._routers.values(), *([self._keeper] if self._keeper is not None else [])]
+        routers = [sender.follow_circuit.remote(dispatcher_id, circuit) for sender in senders]
         replicas = [one.follow.remote(circuit) for one in self._replicas.get(dispatcher_id, {}).values()]
         await _ask_all((*routers, *replicas))
 
@@ -361,8 +419,44 @@ class Controller:
         replicas = {name: handles for name, handles in replicas.items() if name in rules}
         return Plan(self._generation, blueprint.table, replicas, rules, circuits, memo)
 
+    async def _start_keeper(self, blueprint: Blueprint) -> None:
+        journal = blueprint.engine.journal
+        if journal is None:
+            return
+        options: dict[str, Any] = {"runtime_env": {"env_vars": QUICK_LOSSES}}
+        if blueprint.home is not None:
+            # The file is there and nowhere else.
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(blueprint.home, soft=False)
+        remembered = self._settings.remembered_ids
+        name = keeper_name(self._name)
+        self._keeper = _start(KeeperActor, name, options, self._name, journal, remembered, self._myself())
+        (problem,) = await _ask_all((self._keeper.start.remote(),), self._settings.start_seconds)
+        if problem is not None:
+            raise PartFailed("journal", str(problem) or "no answer in time")
+
+    async def _end_keeper(self, seconds: float) -> bool:
+        """Let what is under way end, keep the cursors, close the journal."""
+        keeper, self._keeper = self._keeper, None
+        if keeper is None:
+            return True
+        (drained,) = await _ask_all((keeper.close.remote(seconds),), seconds + 2 * ANSWER_SECONDS)
+        self._kill((keeper,))
+        return drained is True
+
+    async def _keeper_status(self) -> tuple[tuple[SubscriptionInfo, ...], int]:
+        if self._keeper is None:
+            return (), 0
+        (answer,) = await _ask_all((self._keeper.status.remote(),))
+        if not isinstance(answer, tuple):
+            return (), 0
+        statuses, letters = answer
+        return tuple(SubscriptionInfo(**status._asdict()) for status in statuses), letters
+
     async def _end_all(self) -> None:
         self._stopped = True
+        if self._keeper is not None:
+            self._kill((self._keeper,))
+            self._keeper = None
         everyone = [*self._routers.values(), *(one for some in self._replicas.values() for one in some.values())]
         self._kill(everyone)
         self._routers.clear()
@@ -407,6 +501,7 @@ class Controller:
         self._replicas = {name: dict(handles) for name, handles in newest.replicas.items()}
         known = {replica_name(self._name, one) for some in self._replicas.values() for one in some}
         # Those that were being started or drained when the controller died belong to nobody.
+        self._keeper = found.pop(keeper_name(self._name), None)
         self._kill(handle for name, handle in found.items() if name not in known and name not in routers)
         for dispatcher_id, circuit in newest.circuits.items():
             if (board := self._board(dispatcher_id)) is not None:
@@ -423,6 +518,7 @@ class Controller:
         while not self._stopped:
             await asyncio.sleep(min(self._settings.health_seconds, self._settings.lease_seconds / 4))
             await self._take_census()
+            await self._hand_over()
             if self._has_lease and monotonic() - self._heard_at > self._settings.lease_seconds:
                 _log.warning("driver vanished, the system stops", extra={"system": self._name})
                 await self.stop(self._settings.stop_seconds)

@@ -7,17 +7,23 @@ from time import perf_counter
 from typing import Any, TypeAlias
 
 from raydispatch.actors.gateway import Gateway
+from raydispatch.actors.keeping import RemoteKeeper
 from raydispatch.actors.lane import Pending
+from raydispatch.actors.reading import RemoteReader
 from raydispatch.actors.wire import Message, message_of
-from raydispatch.bus.engine import DispatchEngine
+from raydispatch.bus.durable import Keeper
+from raydispatch.bus.engine import NO_JOURNAL, DispatchEngine
 from raydispatch.bus.publishing import OnPressure, OnResult
 from raydispatch.bus.sending import Fault, Sender, SenderParts
+from raydispatch.delivery.reader import Reader
+from raydispatch.delivery.subscription import Start
 from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Outcome, combined_error, worst_status
-from raydispatch.errors import ErrorCode, InvalidParameter
+from raydispatch.dispatch.registry import check_id
+from raydispatch.errors import ErrorCode, InvalidParameter, InvalidState
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.topic import MessageCategory, category_of
 from raydispatch.routing.table import RouteTable
-from raydispatch.settings import EngineSettings
+from raydispatch.settings import Delivery, EngineSettings
 
 Sending: TypeAlias = Coroutine[Any, Any, DispatchResult]
 """Begun already; to be awaited."""
@@ -132,6 +138,7 @@ class FrontEngine(DispatchEngine):
         on_pressure: OnPressure | None = None,
     ) -> None:
         super().__init__(name, settings=settings, on_result=on_result, on_pressure=on_pressure)
+        self._remote_keeper: RemoteKeeper | None = None
         self._sender: RemoteSender = RemoteSender(table, gateway, self._sender_parts())
         self._publisher = self._make_publisher(self._sender)
 
@@ -147,6 +154,25 @@ class FrontEngine(DispatchEngine):
             if type(topic) is not str or not topic.strip() or not isinstance(envelope, Envelope):
                 self._checked(topic, envelope)
         return await self._sender.send_many(messages)
+
+    async def consume(
+        self, name: str, topics: str = "**", *, delivery: Delivery | None = None, start: Start | None = None
+    ) -> Reader:
+        """Read durable messages in this process."""
+        check_id("name", name)
+        return await RemoteReader(self.remote_keeper(), name, topics, delivery or Delivery(), start).open()
+
+    def remote_keeper(self) -> RemoteKeeper:
+        """The way to the keeper of the journal."""
+        journal = self.settings.journal
+        if journal is None:
+            raise InvalidState(NO_JOURNAL)
+        if self._remote_keeper is None:
+            self._remote_keeper = RemoteKeeper(self.name, journal.patience_seconds)
+        return self._remote_keeper
+
+    def _keeper(self) -> Keeper:
+        return self.remote_keeper()
 
     def use(self, table: RouteTable) -> None:
         """Route by another table from now on."""

@@ -28,6 +28,11 @@ def router_name(system: str, number: int) -> str:
     return f"raydispatch/{system}/router/{number}"
 
 
+def keeper_name(system: str) -> str:
+    """Who keeps the journal of a system."""
+    return f"raydispatch/{system}/keeper"
+
+
 def replica_name(system: str, replica_id: str) -> str:
     """A replica of a dispatcher."""
     return f"raydispatch/{system}/replica/{replica_id}"

@@ -10,9 +10,11 @@ import numpy.typing as npt
 
 from raydispatch.actors.circuit import CLOSED, Circuit
 from raydispatch.actors.rows import RowPart
+from raydispatch.delivery.subscription import Rules
 from raydispatch.dispatch.breaker import CircuitState
 from raydispatch.dispatch.endpoints import Endpoint, Endpoints
 from raydispatch.routing.table import RouteTable
+from raydispatch.settings import Delivery
 
 
 class Rule(NamedTuple):
@@ -26,6 +28,8 @@ class Rule(NamedTuple):
     """Whether its handler takes tables, so that rows are best left together."""
     max_in_flight: int = 10_000
     """What one replica accepts."""
+    way: Rules = Rules(Delivery())
+    """How it gets what comes from the journal."""
 
 
 class Plan(NamedTuple):

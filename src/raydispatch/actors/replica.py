@@ -17,19 +17,23 @@ from ray import cloudpickle
 from ray.exceptions import RayError
 
 from raydispatch.actors.circuit import CLOSED, Circuit, Report, ReportingBreaker
+from raydispatch.actors.keeping import ReplicaKeeping
 from raydispatch.actors.outgoing import Outgoing
 from raydispatch.actors.row_desk import RowDesk, RowsUnderWay
 from raydispatch.actors.rows import RowPart, RowReport
-from raydispatch.actors.wire import Item, Key, Part, decode, pack
+from raydispatch.actors.wire import Item, Part, decode, pack
 from raydispatch.delivery.dead_letters import FINAL_FAILURES, DeadLetter
-from raydispatch.dispatch.dispatcher import Dispatcher, DispatcherSpec
+from raydispatch.delivery.letters import pack_letter
+from raydispatch.delivery.outlet import Outlet, open_outlet
+from raydispatch.dispatch.dispatcher import Dispatcher, DispatcherSpec, Publish
 from raydispatch.dispatch.memory import OutcomeMemory
 from raydispatch.dispatch.metrics import DispatchMetrics, MetricsRecorder
 from raydispatch.dispatch.middleware import Middleware
 from raydispatch.dispatch.outcome import DispatchStatus, Outcome
 from raydispatch.dispatch.sanitize import describe_exception
 from raydispatch.dispatch.workers import Workers
-from raydispatch.errors import ErrorCode
+from raydispatch.errors import ErrorCode, InvalidParameter
+from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.ids import uuid_of
 from raydispatch.settings import EngineSettings, SystemSettings
 
@@ -81,6 +85,9 @@ class Replica:
         self._has_suspect = False
         """Whether a part that may kill this process has it for itself."""
         self._outgoing: Outgoing | None = None
+        self._outlet: Outlet | None = None
+        self._keeping: ReplicaKeeping | None = None
+        """What it tells to, and asks of, the keeper of the system's journal, if there is one."""
         self._handled = 0
         self._idle = asyncio.Event()
         self._metrics = MetricsRecorder()
@@ -180,6 +187,10 @@ class Replica:
             return True
         return all([await endpoint.target.is_healthy() for endpoint in self._dispatcher.endpoints.all()])
 
+    async def linger(self) -> None:
+        """Never answers: who waits for it learns at once when this process is gone."""
+        await asyncio.Event().wait()
+
     async def follow(self, circuit: Circuit, is_alert: bool = False) -> None:
         """The controller's word on the circuit."""
         breaker = (await self._load()).breaker
@@ -223,6 +234,10 @@ class Replica:
                 await self._until_idle()
                 if self._outgoing is not None:
                     await self._outgoing.drained()
+                if self._keeping is not None:
+                    await self._keeping.flush()
+                if self._outlet is not None:
+                    await self._outlet.close()
         except TimeoutError:
             return False
         finally:
@@ -240,7 +255,7 @@ class Replica:
         part = batch.part
         key = part.rows[index]
         try:
-            outcome = await self._outcome(part.blobs[index], part.keys[key], part.route_ids[key], part.resent)
+            outcome = await self._outcome(part, index)
         except BaseException as error:
             # Nothing may leave a batch waiting for ever.
             outcome = self._failed(error, part.route_ids[key])
@@ -258,7 +273,9 @@ class Replica:
         elif not outcome.repeated:
             self._metrics.record_outcome(outcome)
 
-    async def _outcome(self, blob: bytes, key: Key, route_id: str, resent: bool) -> Outcome:
+    async def _outcome(self, part: Part, index: int) -> Outcome:
+        blob, row, resent, journaled = part.blobs[index], part.rows[index], part.resent, part.journaled
+        key, route_id = part.keys[row], part.route_ids[row]
         try:
             envelope = decode(blob, key)
         except Exception as error:
@@ -268,8 +285,8 @@ class Replica:
                 error_type=type(error).__name__, error_message=message,
             )  # fmt: skip
         number = envelope.message_id.int
-        stored = self._memory.recall(envelope.message_id)
-        if stored is not None:
+        stored = self._memory.recall(envelope.message_id) if journaled is None or not journaled.again else None
+        if stored is not None and stored.error_code is not ErrorCode.OUTBOX_FULL:
             return stored
         if number in self._running:
             return await self._joined(number)
@@ -279,10 +296,14 @@ class Replica:
             )
         if resent:
             envelope = envelope.with_attempt(envelope.attempt + 1)
+        run = self._run
+        if journaled is not None:
+            run = self._run_once
+            envelope = envelope.with_attempt(envelope.attempt + journaled.deliveries[index])
         self._running[number] = None
         try:
             started = time()
-            outcome = await self._run(envelope, route_id)
+            outcome = await run(envelope, route_id)
             if outcome.reply is not None:
                 outcome = _portable(outcome)
         except (SystemExit, KeyboardInterrupt) as error:
@@ -292,14 +313,24 @@ class Replica:
             self._end_running(number, self._failed(error, route_id))
             raise
         self._memory.keep(envelope.message_id, outcome)
+        if self._keeping is not None:
+            self._keeping.note(envelope.message_id, outcome)
         self._end_running(number, outcome)
-        if outcome.status is not _SUCCESS and outcome.status in FINAL_FAILURES:
+        if outcome.status is not _SUCCESS and outcome.status in FINAL_FAILURES and journaled is None:
             started_at = datetime.fromtimestamp(started, UTC)
             # As it came: the handler may have changed the payload to something that does not pickle.
             envelope = decode(blob, key).with_attempt(envelope.attempt)
             letter = DeadLetter(key[0], envelope, outcome, started_at, datetime.now(UTC), self._duty.table_version)
-            self._tell(self._controller.bury.remote(cloudpickle.dumps(letter)))
+            self._tell(self._controller.bury.remote(self._packed(letter)))
         return outcome
+
+    def _packed(self, letter: DeadLetter) -> bytes:
+        """For a journal as data; else, or if it is none, for the controller's memory."""
+        if self._keeping is not None:
+            with suppress(InvalidParameter):
+                return pack_letter(letter)
+        packed: bytes = cloudpickle.dumps(letter)
+        return packed
 
     def _count_successes(self) -> None:
         """Plain successes are only noted, and counted when somebody asks: that saves a tenth of a message's time."""
@@ -362,20 +393,35 @@ class Replica:
             replace(spec, replicas=1),
             middleware=middleware,
             slow_sync_handler_seconds=engine.slow_sync_handler_seconds,
-            publish=self._outgoing.accept,
+            publish=self._way_out(spec, self._outgoing),
             max_hops=engine.max_hops,
             health_seconds=engine.health_interval_seconds,
             breaker=breaker,
         )
-        self._run = dispatcher.run
+        self._run, self._run_once, self._holds = dispatcher.run, dispatcher.run_once, dispatcher.holds
         self._desk = RowDesk(
             dispatcher, self._workers, self._metrics, self._duty.settings.remembered_rows, self._bury_rows
         )
         await dispatcher.start()
+        if engine.journal is not None and self._keeping is None:
+            keeping = ReplicaKeeping(self._duty.system, self._id, engine.journal.patience_seconds)
+            await keeping.recall(self._memory)
+            self._keeping = keeping
         if breaker is not None:
             breaker.follow(await self._known_circuit(), self._duty.replica_id)
         self._dispatcher = dispatcher
         return dispatcher
+
+    def _way_out(self, spec: DispatcherSpec, outgoing: Outgoing) -> Publish:
+        if spec.outputs == "engine":
+            return outgoing.accept
+        if spec.outputs == "journal":
+            return self._accept_durably
+        self._outlet = self._outlet or open_outlet(spec.outputs, self._duty.system)
+        return self._outlet.accept
+
+    async def _accept_durably(self, outputs: Sequence[Envelope[Any]]) -> bool:
+        return self._keeping is not None and await self._keeping.accept_outputs(outputs)
 
     async def _known_circuit(self) -> Circuit:
         """What the others know of the circuit: it survives this replica's restart."""
@@ -387,7 +433,7 @@ class Replica:
             return CLOSED
 
     def _bury_rows(self, letters: Sequence[DeadLetter]) -> None:
-        self._tell(self._controller.bury_many.remote([cloudpickle.dumps(letter) for letter in letters]))
+        self._tell(self._controller.bury_many.remote([self._packed(letter) for letter in letters]))
 
     def _report(self, report: Report) -> None:
         self._tell(self._controller.report.remote(self._id, self._duty.replica_id, report))

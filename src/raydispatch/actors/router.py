@@ -12,11 +12,12 @@ import ray
 from ray.exceptions import RayError
 
 from raydispatch.actors.choices import Choices
-from raydispatch.actors.circuit import CLOSED, Circuit
+from raydispatch.actors.circuit import Circuit
 from raydispatch.actors.courier import NO_REPLICA_SECONDS, Courier
 from raydispatch.actors.plan import Plan, Target
 from raydispatch.actors.row_courier import RowCourier
 from raydispatch.actors.rows import RowDelivery, RowPart, Shipment, row_choice
+from raydispatch.actors.targets import Infirmary, targets_of
 from raydispatch.actors.wire import Delivery, Key, Parcel, Selection
 from raydispatch.dispatch.metrics import DispatchMetrics, MetricsRecorder
 from raydispatch.dispatch.outcome import WORST_FIRST, DispatchStatus, Outcome, worst_status
@@ -56,9 +57,9 @@ class Router:
         self._routed = 0
         self._ended = asyncio.Event()
         self._metrics = MetricsRecorder(most_topics=settings.metric_topics)
-        self._courier = Courier(self._metrics, self._bury, self._watch)
-        self._row_courier = RowCourier(self._metrics, self._bury_row, self._watch)
-        self._watching: asyncio.Task[None] | None = None
+        self._infirmary = Infirmary(lambda: self._targets, lambda: None)
+        self._courier = Courier(self._metrics, self._bury, self._infirmary.watch)
+        self._row_courier = RowCourier(self._metrics, self._bury_row, self._infirmary.watch)
 
     # Data
 
@@ -183,13 +184,7 @@ class Router:
         return self._plan
 
     def _adopt(self, plan: Plan) -> None:
-        # Another dict: parcels that have begun keep theirs, with all dispatchers that their table knows.
-        targets: dict[str, Target] = {}
-        for dispatcher_id, replicas in plan.replicas.items():
-            target = targets[dispatcher_id] = self._targets.get(dispatcher_id) or Target(dispatcher_id)
-            target.adopt(replicas, plan.rules[dispatcher_id])
-            target.follow(plan.circuits.get(dispatcher_id, CLOSED))
-        self._targets = targets
+        self._targets = targets_of(plan, self._targets)
         self._plan = plan
 
     def _bury(self, key: Key, blob: bytes, outcome: Outcome) -> None:
@@ -199,16 +194,6 @@ class Router:
     def _bury_row(self, part: RowPart, outcome: Outcome) -> None:
         version = self._plan.table.version if self._plan else ""
         self._controller.bury_row.remote(part, outcome, version)
-
-    def _watch(self) -> None:
-        """Ask the quarantined ones until they are well: Ray restarts them."""
-        if self._watching is None or self._watching.done():
-            self._watching = asyncio.get_running_loop().create_task(self._ask_quarantined())
-
-    async def _ask_quarantined(self) -> None:
-        while sick := [target for target in self._targets.values() if target.endpoints.is_any_quarantined]:
-            await asyncio.gather(*(target.endpoints.check(_ping, 2.0) for target in sick))
-            await asyncio.sleep(0.2)
 
     def _count(self, parcel: Parcel, delivery: Delivery, duration_ms: float, routed_ms: float) -> None:
         """All messages of a parcel take the same time, so that those of one key and status count as one."""
@@ -249,10 +234,6 @@ def _unplanned(parcel: Parcel) -> Delivery:
     """Nobody could say in time where anything goes."""
     fault = (DispatchStatus.TIMEOUT.value, ErrorCode.TIME_LIMIT.value, _UNPLANNED)
     return Delivery("", [Selection((), fault)] * len(parcel.keys), [[] for _ in parcel.rows])
-
-
-async def _ping(replica: Any) -> bool:
-    return bool(await replica.ping.remote())
 
 
 # No concurrency groups: in an async actor each would be a thread and an event loop of its own.

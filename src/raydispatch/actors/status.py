@@ -3,6 +3,7 @@
 from pydantic import BaseModel, ConfigDict, computed_field
 
 from raydispatch.dispatch.breaker import CircuitState
+from raydispatch.settings import DeliveryMode
 
 
 class _Frozen(BaseModel):
@@ -62,6 +63,24 @@ class DispatcherStatus(_Frozen):
         return sum(replica.handled for replica in self.replicas)
 
 
+class SubscriptionInfo(_Frozen):
+    """One subscription to the journal."""
+
+    name: str
+    mode: DeliveryMode
+    reliable: bool
+    consumers: int
+    lag: int
+    """Messages in the journal beyond its safe cursor."""
+    in_flight: int
+    waiting: int
+    """Taken from the journal and not delivered: for want of room, until a retry, or until they are due."""
+    position: int
+    acked: int
+    retried: int
+    given_up: int
+
+
 class SystemStatus(_Frozen):
     """A system, as its controller sees it.
 
@@ -77,5 +96,6 @@ class SystemStatus(_Frozen):
     messages_per_second: float = 0.0
     """Routed, over the last ten seconds or so."""
     dead_letters: int = 0
+    subscriptions: tuple[SubscriptionInfo, ...] = ()
     has_lease: bool = False
     """Whether it stops by itself when its driver vanishes."""

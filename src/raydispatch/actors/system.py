@@ -10,16 +10,17 @@ from dataclasses import replace
 from itertools import islice
 from time import monotonic
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from uuid import UUID, uuid4
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raydispatch.actors.blueprint import Blueprint, blueprint_of
 from raydispatch.actors.connect import use_ray
 from raydispatch.actors.controller import ControllerActor
+from raydispatch.actors.durable import DurableVerbs
+from raydispatch.actors.frames import DataFrameVerbs
 from raydispatch.actors.front import FrontEngine
 from raydispatch.actors.gateway import Gateway
 from raydispatch.actors.names import FORMAT, NAMESPACE, check_name, controller_name, system_prefix
@@ -30,23 +31,15 @@ from raydispatch.bus.filters import Filter
 from raydispatch.bus.publishing import OnPressure, OnResult
 from raydispatch.bus.pubsub import OnMissed, Subscription
 from raydispatch.bus.session import Session
-from raydispatch.delivery.dead_letters import DeadLetter
 from raydispatch.dispatch.metrics import DispatchMetrics, MetricsRecorder
-from raydispatch.dispatch.outcome import DispatchResult, Receipt, Reply
+from raydispatch.dispatch.outcome import DispatchResult, Reply
 from raydispatch.errors import DispatchError, InvalidParameter, InvalidState, SystemUnavailable
 from raydispatch.messages.envelope import REPLY_TO_HEADER, Envelope
 from raydispatch.settings import SystemSettings
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from raydispatch.routing.table import RouteTable
-    from raydispatch.spark.dry_run import DryRun
-    from raydispatch.spark.frame import ColumnLike, DataFrame
-    from raydispatch.spark.progress import OnProgress
-    from raydispatch.spark.report import RouteReport
     from raydispatch.spark.routing import Target
-    from raydispatch.spark.streaming import OnBatch, RoutedStream
 
 T = TypeVar("T")
 
@@ -54,7 +47,7 @@ CONTROL_SECONDS = 30.0
 """How long to wait for a controller that is away; Ray restarts it within a few."""
 
 
-class DispatchSystem:
+class DispatchSystem(DurableVerbs, DataFrameVerbs):
     """An engine on a Ray cluster. The words of the engine, as plain calls and, with `_async`, as coroutines.
 
     Example: `with DispatchSystem.start(engine) as system: system.dispatch(topic, Envelope(payload))`.
@@ -114,8 +107,8 @@ class DispatchSystem:
         if routers is not None:
             settings = SystemSettings(**{**settings.model_dump(), "routers": routers})
         check_name(engine.name)
-        blueprint = blueprint_of(engine)
         use_ray()
+        blueprint = blueprint_of(engine)
         controller = _new_controller(engine.name, settings, lease)
         try:
             _answer(controller.begin.remote(blueprint), settings.start_seconds + CONTROL_SECONDS)
@@ -223,14 +216,6 @@ class DispatchSystem:
             for call in calls:
                 call.cancel()
 
-    def publish(self, topic: str, envelope: Envelope[Any]) -> Receipt:
-        """Accept a message, and return at once; it is delivered in the background."""
-        return self._call(self._front.publish(topic, envelope))
-
-    async def publish_async(self, topic: str, envelope: Envelope[Any]) -> Receipt:
-        """As `publish`."""
-        return await self._front.publish(topic, envelope)
-
     def execute(self, topic: str, envelope: Envelope[Any]) -> DispatchResult:
         """Send a command to its one dispatcher; `result.reply` is what its handler replied."""
         return self._call(self._front.execute(topic, envelope))
@@ -258,124 +243,6 @@ class DispatchSystem:
     def drain(self) -> None:
         """Wait until everything that this process has published is done."""
         self._call(self._front.drain())
-
-    # DataFrames
-
-    def route(
-        self,
-        df: "DataFrame",
-        *,
-        topic: "ColumnLike" = None,
-        message_type: "ColumnLike" = None,
-        payload: "ColumnLike" = None,
-        key: "ColumnLike" = None,
-        correlation_id: "ColumnLike" = None,
-        message_id: "ColumnLike" = None,
-        traceparent: "ColumnLike" = None,
-        ledger: "str | Path | None" = None,
-        job_id: str | None = None,
-        resume: "str | Path | RouteReport | None" = None,
-        on_open: 'Literal["refuse", "wait"]' = "refuse",
-        on_progress: "OnProgress | None" = None,
-    ) -> "RouteReport":
-        """Send every row of a Spark DataFrame to its dispatchers, and wait; the report has a ledger of all rows.
-
-        Columns are given by name or as expressions; those that are not given are looked for by their own names.
-        `payload="*"` is a struct of all other columns. The ledger is a parquet folder. `resume` takes the ledger of an
-        earlier job, and sends only what did not succeed, to the dispatchers that failed. A `job_id` that was used
-        before makes this a repeat: what dispatchers remember is not done again.
-        """
-        from raydispatch.spark.frame import Columns
-        from raydispatch.spark.routing import route
-
-        columns = Columns(topic, message_type, payload, key, correlation_id, message_id, traceparent)
-        return route(
-            self._target(), df, columns,
-            ledger=ledger, job_id=job_id, resume=resume, on_open=on_open, on_progress=on_progress,
-        )  # fmt: skip
-
-    def route_dataset(
-        self,
-        ds: Any,
-        *,
-        topic: str | None = None,
-        message_type: str | None = None,
-        payload: str | None = None,
-        key: str | None = None,
-        correlation_id: str | None = None,
-        message_id: str | None = None,
-        traceparent: str | None = None,
-        ledger: "str | Path | None" = None,
-        job_id: str | None = None,
-        on_open: 'Literal["refuse", "wait"]' = "refuse",
-        on_progress: "OnProgress | None" = None,
-    ) -> "RouteReport":
-        """As `route`, for a Ray Dataset: one of `ray.data.from_spark(df)`, for instance. Columns are given by name."""
-        from raydispatch.spark.dataset import route_dataset
-
-        columns = {
-            "topic": topic, "message_type": message_type, "payload": payload, "key": key,
-            "correlation_id": correlation_id, "message_id": message_id, "traceparent": traceparent,
-        }  # fmt: skip
-        return route_dataset(
-            self._target(), ds, columns, ledger=ledger, job_id=job_id, on_open=on_open, on_progress=on_progress
-        )
-
-    def route_stream(
-        self,
-        df: "DataFrame",
-        *,
-        checkpoint: "str | Path",
-        topic: "ColumnLike" = None,
-        message_type: "ColumnLike" = None,
-        payload: "ColumnLike" = None,
-        key: "ColumnLike" = None,
-        correlation_id: "ColumnLike" = None,
-        message_id: "ColumnLike" = None,
-        traceparent: "ColumnLike" = None,
-        ledger: "str | Path | None" = None,
-        trigger: dict[str, Any] | None = None,
-        on_open: 'Literal["refuse", "wait"]' = "refuse",
-        on_batch: "OnBatch | None" = None,
-    ) -> "RoutedStream":
-        """Route a streaming DataFrame, micro-batch by micro-batch, in the background.
-
-        Started again with the same checkpoint, after a stop or a crash, it goes on where it was: every row is in the
-        ledger once. `trigger` is what Spark's own takes, such as `{"processingTime": "10 seconds"}`.
-        """
-        from raydispatch.spark.frame import Columns
-        from raydispatch.spark.streaming import route_stream
-
-        columns = Columns(topic, message_type, payload, key, correlation_id, message_id, traceparent)
-        return route_stream(
-            self._target(), df, columns,
-            checkpoint=checkpoint, ledger=ledger, trigger=trigger, on_open=on_open, on_batch=on_batch,
-        )  # fmt: skip
-
-    def dry_run(
-        self,
-        df: "DataFrame",
-        *,
-        topic: "ColumnLike" = None,
-        message_type: "ColumnLike" = None,
-        against: "DispatchEngine | RouteTable | None" = None,
-    ) -> "DryRun":
-        """Where the rows of a DataFrame would go, and what another table would change. No dispatcher is called.
-
-        A ledger is a DataFrame too: `dry_run(report.ledger, against=other)` compares what was done with what would be.
-        """
-        from raydispatch.spark.dry_run import dry_run
-        from raydispatch.spark.frame import Columns
-
-        return dry_run(self._front.table, df, Columns(topic, message_type), against)
-
-    def _target(self) -> "Target":
-        from raydispatch.spark.routing import Target
-
-        def ask(job_id: str) -> dict[str, int]:
-            return dict(_ask(self._controller, "noted_rows", job_id))
-
-        return Target(self.name, self._settings, self._front.settings.max_payload_bytes, ask)
 
     def subscribe(self, pattern: str, capacity: int = 1000, *, on_missed: OnMissed | None = None) -> Subscription:
         """Read what this process publishes on topics that fit."""
@@ -417,11 +284,21 @@ class DispatchSystem:
         total.add(self._front.get_structured_metrics())
         return total.snapshot()
 
-    def dead_letters(self) -> list[DeadLetter]:
-        """Messages that dispatchers could not handle; the last 1,000."""
-        return [cloudpickle.loads(letter) for letter in _ask(self._controller, "dead_letters")]
-
     # Parts
+
+    def _target(self) -> "Target":
+        from raydispatch.spark.routing import Target
+
+        def ask(job_id: str) -> dict[str, int]:
+            return dict(self._ask("noted_rows", job_id))
+
+        return Target(self.name, self._settings, self._front.settings.max_payload_bytes, ask)
+
+    def _table(self) -> "RouteTable":
+        return self._front.table
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        return _ask(self._controller, method, *arguments)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
         if threading.current_thread() is self._thread:

@@ -17,6 +17,7 @@ from raydispatch.dispatch.outcome import DispatchStatus, Outcome
 from raydispatch.errors import ErrorCode, InvalidParameter
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.ids import uuid_of
+from raydispatch.messages.stored import FIRST_BYTE, restored
 
 _SUCCESS = DispatchStatus.SUCCESS
 
@@ -87,6 +88,17 @@ class Part(NamedTuple):
     resent: bool = False
     alone: bool = False
     """Whether nothing else may run beside it: it is suspected to kill its process."""
+    journaled: "Journaled | None" = None
+    """Of messages from the journal, whose subscription tries again and buries by itself."""
+
+
+class Journaled(NamedTuple):
+    """What is special about messages from a journal."""
+
+    deliveries: list[int]
+    """How often each was delivered before."""
+    again: bool = False
+    """Whether to run them even if they are remembered: somebody asked for a replay."""
 
 
 class Selection(NamedTuple):
@@ -155,7 +167,9 @@ def encode(envelope: Envelope[Any]) -> bytes:
 
 
 def decode(blob: bytes, key: Key) -> Envelope[Any]:
-    """The message again."""
+    """The message again; from a journal it comes as data."""
+    if blob[0] == FIRST_BYTE:
+        return restored(blob, *key)
     payload, order, message_id, correlation_id, causation_id, traceparent, headers, attempt, hops = pickle.loads(blob)  # noqa: S301 - from our own gateway
     return Envelope.restored(
         payload, key[1], key[0], order, uuid_of(message_id), uuid_of(correlation_id),

@@ -5,10 +5,12 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from raydispatch.bus.announcements import COMMAND_RESULT, COMMAND_STARTED, CommandResult, CommandStarted
+from raydispatch.bus.durable import Durable, Keeper, KeptDeadLetters
 from raydispatch.bus.filters import Filter
 from raydispatch.bus.freezing import checked_table
 from raydispatch.bus.intake import delivering
@@ -20,10 +22,13 @@ from raydispatch.bus.requesting import Requester
 from raydispatch.bus.sending import Fault, Sender, SenderParts
 from raydispatch.bus.session import Session
 from raydispatch.delivery.backpressure import QueueCounts
-from raydispatch.delivery.dead_letters import DeadLetters
+from raydispatch.delivery.outlet import Outlet, open_outlet
+from raydispatch.delivery.post import Post
+from raydispatch.delivery.reader import Reader
+from raydispatch.delivery.subscription import Start
 from raydispatch.dispatch.breaker import CircuitState
 from raydispatch.dispatch.clock import Clock, SystemClock
-from raydispatch.dispatch.dispatcher import Dispatcher, DispatcherSpec
+from raydispatch.dispatch.dispatcher import Dispatcher, DispatcherSpec, Publish
 from raydispatch.dispatch.metrics import DispatcherMetrics, DispatchMetrics, MetricsRecorder
 from raydispatch.dispatch.middleware import Middleware
 from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Receipt, Reply
@@ -35,7 +40,11 @@ from raydispatch.routing.explain import Explanation, explain
 from raydispatch.routing.lint import Finding, lint
 from raydispatch.routing.route import DispatchRoute
 from raydispatch.routing.table import RouteTable
-from raydispatch.settings import EngineSettings
+from raydispatch.settings import Delivery, EngineSettings, JournalSettings
+
+LETTER_SECONDS = 0.1
+"""For dead letters that are on their way into the journal when the engine stops without waiting."""
+NO_JOURNAL = 'The engine has no journal: give it one, DispatchEngine(…, journal="sqlite:///path/orders.db").'
 
 # Quiet unless the program sets up logging: results carry the same facts.
 logging.getLogger("raydispatch").addHandler(logging.NullHandler())
@@ -60,13 +69,17 @@ class DispatchEngine(Registering):
         clock: Clock | None = None,
         on_result: OnResult | None = None,
         on_pressure: OnPressure | None = None,
+        journal: str | JournalSettings | None = None,
     ) -> None:
         check_id("name", name)
         self.name = name
         self.settings = settings or EngineSettings()
+        if journal is not None:
+            journal = JournalSettings(url=journal) if isinstance(journal, str) else journal
+            self.settings = self.settings.model_copy(update={"journal": journal})
         self.registry = registry if registry is not None else DispatcherRegistry()
-        self.dead_letters = DeadLetters(self.settings.dead_letters)
         self.logger = logger or logging.getLogger("raydispatch")
+        self.dead_letters = KeptDeadLetters(self.settings.dead_letters, self.logger)
         self.clock = clock or SystemClock()
         self.on_result = on_result
         self.on_pressure = on_pressure
@@ -79,6 +92,8 @@ class DispatchEngine(Registering):
         self._sender: Sender | None = None
         self._publisher: Publisher | None = None
         self._health: asyncio.Task[None] | None = None
+        self._durable: Durable | None = None
+        self._outlets: dict[str, Outlet] = {}
 
     # Registering
 
@@ -150,6 +165,11 @@ class DispatchEngine(Registering):
         return EndpointRegistry(self._frozen().dispatchers, self.settings.stop_seconds)
 
     @property
+    def journal(self) -> Post:
+        """What is durable: subscriptions, dead letters, replay. There while the engine runs, if it has a journal."""
+        return self._kept_by().post
+
+    @property
     def queue_counts(self) -> QueueCounts:
         """What became of published messages at the queue."""
         return self._publishing().counts()
@@ -187,13 +207,55 @@ class DispatchEngine(Registering):
             sender = self._checked(topic, envelope)
         return await sender.send(topic, envelope)
 
-    async def publish(self, topic: str, envelope: Envelope[Any]) -> Receipt:
-        """Accept a message for dispatchers and subscribers, and return at once; it is delivered in the background."""
+    async def publish(
+        self, topic: str, envelope: Envelope[Any], *, durable: bool = False, deliver_at: datetime | None = None
+    ) -> Receipt:
+        """Accept a message for dispatchers and subscribers, and return at once; it is delivered in the background.
+
+        With `durable`, it returns when the journal has the message, which then survives this process; each dispatcher
+        gets it by its own `delivery`, not before `deliver_at`.
+        """
+        if durable or deliver_at is not None:
+            return (await self.publish_many([(topic, envelope)], durable=durable, deliver_at=deliver_at))[0]
         publisher = self._publisher
         if publisher is None or type(topic) is not str or not topic.strip() or not isinstance(envelope, Envelope):
             self._checked(topic, envelope)
             publisher = self._publishing()
         return await publisher.publish(topic, envelope)
+
+    async def publish_many(
+        self,
+        messages: Sequence[tuple[str, Envelope[Any]]],
+        *,
+        durable: bool = False,
+        deliver_at: datetime | None = None,
+    ) -> list[Receipt]:
+        """As `publish`, for many at once: durable ones go into the journal in one write."""
+        for topic, envelope in messages:
+            if type(topic) is not str or not topic.strip() or not isinstance(envelope, Envelope):
+                self._checked(topic, envelope)
+        publisher = self._publishing()
+        if not durable:
+            if deliver_at is not None:
+                raise InvalidParameter("deliver_at needs durable=True: only a journal remembers for so long.")
+            return [await publisher.publish(topic, envelope) for topic, envelope in messages]
+        due = None if deliver_at is None else deliver_at.timestamp()
+        return await publisher.publish_durably(messages, due, self._keeper())
+
+    async def consume(
+        self,
+        name: str,
+        topics: str = "**",
+        *,
+        delivery: Delivery | None = None,
+        start: Start | None = None,
+    ) -> Reader:
+        """Read durable messages, and acknowledge each. Readers of one name share its messages, by its `delivery`.
+
+        A new subscription begins at `start` (an offset, a datetime, "first" or "head"), one that is known where it was.
+        """
+        check_id("name", name)
+        return await self._kept_by().consume(name, topics, delivery or Delivery(), start)
 
     async def execute(self, topic: str, envelope: Envelope[Any]) -> DispatchResult:
         """Send a command to its one dispatcher; `result.reply` is what its handler replied."""
@@ -242,6 +304,11 @@ class DispatchEngine(Registering):
     async def start(self) -> None:
         """Build and start all handlers now, rather than each on its first message, and watch their health."""
         await self._start_dispatchers()
+        try:
+            await self._open_journal()
+        except BaseException:
+            await self._stop_dispatchers()
+            raise
         self._subscriptions.reopen()
         self._requester.correlations.reopen()
         self._publishing().reopen()
@@ -268,6 +335,8 @@ class DispatchEngine(Registering):
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
+                    if self._durable is not None:
+                        await self._durable.post.drain(deadline - now())
                     await asyncio.gather(publisher.drain(), *(dispatcher.idle() for dispatcher in dispatchers))
                     seconds_left = deadline - now()
         finally:
@@ -286,12 +355,33 @@ class DispatchEngine(Registering):
         try:
             await self._publishing().stop(seconds)
         finally:
+            await self._close_journal(seconds)
             self._requester.close()
             self._subscriptions.close()
             if self._health is not None:
                 self._health.cancel()
                 self._health = None
             await self._stop_dispatchers()
+
+    async def _open_journal(self) -> None:
+        settings, sender = self.settings.journal, self._frozen()
+        if settings is None or self._durable is not None:
+            return
+        # The engine's own from the start: what is delivered while it still begins may have outputs for the journal.
+        self._durable = await Durable.open(self.name, settings, sender.table, self.clock, self.logger)
+        self.dead_letters.durable = self._durable
+        try:
+            await self._durable.begin(sender.dispatchers.values(), self._metrics, self._requester.replied)
+        except BaseException:
+            await self._close_journal(0.0)
+            raise
+
+    async def _close_journal(self, seconds: float) -> None:
+        durable, self._durable = self._durable, None
+        if durable is not None:
+            await self.dead_letters.settled(seconds + LETTER_SECONDS)
+            self.dead_letters.durable = None
+            await durable.close(seconds)
 
     async def _start_dispatchers(self) -> None:
         """All or none."""
@@ -305,6 +395,8 @@ class DispatchEngine(Registering):
             raise
 
     async def _stop_dispatchers(self) -> None:
+        for outlet in self._outlets.values():
+            await outlet.close()
         for dispatcher in self._frozen().dispatchers.values():
             await dispatcher.stop()
 
@@ -343,6 +435,17 @@ class DispatchEngine(Registering):
         assert self._publisher is not None  # Made together with the sender.
         return self._publisher
 
+    def _kept_by(self) -> Durable:
+        if self._durable is None:
+            if self.settings.journal is None:
+                raise InvalidState(NO_JOURNAL)
+            raise InvalidState("The journal is open while the engine runs: use `async with engine`, or engine.start().")
+        return self._durable
+
+    def _keeper(self) -> Keeper:
+        """Who keeps what is published durably."""
+        return self._kept_by()
+
     def _checked(self, topic: object, envelope: object) -> Sender:
         sender = self._frozen()
         _check_topic(topic)
@@ -359,6 +462,7 @@ class DispatchEngine(Registering):
             cache_entries=self.settings.match_cache_entries,
             strict=strict,
             has_middleware=bool(self._middleware),
+            has_journal=self.settings.journal is not None,
             log=self.logger,
         )
 
@@ -386,11 +490,24 @@ class DispatchEngine(Registering):
             logger=self.logger,
             slow_sync_handler_seconds=self.settings.slow_sync_handler_seconds,
             middleware=self._middleware,
-            publish=self._accept_outputs,
+            publish=self._way_out(spec),
             max_hops=self.settings.max_hops,
             health_seconds=self.settings.health_interval_seconds,
             origin=origin,
         )
+
+    def _way_out(self, spec: DispatcherSpec) -> Publish:
+        if spec.outputs == "engine":
+            return self._accept_outputs
+        if spec.outputs == "journal":
+            return self._accept_durably
+        outlet = self._outlets.get(spec.outputs)
+        if outlet is None:
+            outlet = self._outlets[spec.outputs] = open_outlet(spec.outputs, self.name)
+        return outlet.accept
+
+    async def _accept_durably(self, outputs: Sequence[Envelope[Any]]) -> bool:
+        return self._durable is not None and await self._durable.accept_outputs(outputs)
 
     async def _accept_outputs(self, outputs: Sequence[Envelope[Any]]) -> bool:
         return await self._publishing().accept_outputs(outputs)

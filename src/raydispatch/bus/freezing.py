@@ -17,6 +17,7 @@ def checked_table(
     cache_entries: int,
     strict: bool = False,
     has_middleware: bool = False,
+    has_journal: bool = True,
     log: logging.Logger,
 ) -> RouteTable:
     """The table, or `InvalidTable`. Overlapping command routes are faults with `strict`, else warnings."""
@@ -28,6 +29,12 @@ def checked_table(
             f"dispatcher '{spec.dispatcher_id}' takes batches, with which no middleware goes"
             for spec in specs
             if spec.batch
+        ]
+    if not has_journal:
+        faults += [
+            f"the outputs of dispatcher '{spec.dispatcher_id}' go to the journal, and there is none"
+            for spec in specs
+            if spec.outputs == "journal"
         ]
     if faults:
         raise InvalidTable(faults, code)

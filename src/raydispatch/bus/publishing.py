@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from raydispatch.bus.durable import Keeper
 from raydispatch.bus.filters import Filter, passes
 from raydispatch.bus.intake import Message, delivering
 from raydispatch.bus.lane import Lane
@@ -16,7 +17,7 @@ from raydispatch.delivery.backpressure import QueueCounts, Verdict
 from raydispatch.dispatch.clock import Clock
 from raydispatch.dispatch.outcome import DispatchResult, DispatchStatus, Receipt
 from raydispatch.dispatch.sanitize import describe_exception
-from raydispatch.errors import ErrorCode
+from raydispatch.errors import ErrorCode, InvalidParameter, JournalUnavailable
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.topic import category_of
 from raydispatch.settings import EngineSettings
@@ -77,14 +78,10 @@ class Publisher:
 
     async def publish(self, topic: str, envelope: Envelope[Any]) -> Receipt:
         """Apply the filters, put into the queue, hand to the subscribers; the receipt says what was accepted."""
-        if self._is_closed:
-            return self._refused_late(topic, envelope)
-        if self._filters and (held_back := passes(self._filters, envelope)) is not None:
-            return self._refused(topic, envelope, _filtered(held_back))
+        refused = self._held_back(topic, envelope)
+        if refused is not None:
+            return refused
         category = category_of(topic)
-        fault_found = self._sender.fault(topic, category, envelope)
-        if fault_found is not None:
-            return self._refused(topic, envelope, fault_found)
         if self._sender.routes(topic, category, envelope):
             lane = self._lanes.get(asyncio.get_running_loop()) or self._new_lane()
             message = (topic, envelope)
@@ -95,6 +92,55 @@ class Publisher:
             return self._refused(topic, envelope, nobody(topic, category, envelope))
         taken = self._subscriptions.deliver(topic, envelope)
         return Receipt(_ROUTED, topic, envelope.message_id, envelope.correlation_id, taken)
+
+    async def publish_durably(self, messages: Sequence[Message], due: float | None, keeper: Keeper) -> list[Receipt]:
+        """Accept these when they are safe in the journal; what cannot be costs the others nothing."""
+        faults: dict[int, Fault] = {}
+        unwanted: dict[tuple[str, str], Fault | None] = {}
+        for position, (topic, envelope) in enumerate(messages):
+            key = (topic, envelope.message_type)
+            if key not in unwanted:
+                unwanted[key] = await self._unwanted(topic, envelope, keeper)
+            fault = unwanted[key] or self._own_fault(topic, envelope)
+            if fault is not None:
+                faults[position] = fault
+        if faults:
+            ready = [position for position in range(len(messages)) if position not in faults]
+            kept = await _kept(keeper, [messages[position] for position in ready], due)
+            faults |= {ready[position]: fault for position, fault in kept.items()}
+        else:
+            faults = await _kept(keeper, messages, due)
+        return [
+            self._kept_receipt(topic, envelope)
+            if position not in faults
+            else self._refused(topic, envelope, faults[position])
+            for position, (topic, envelope) in enumerate(messages)
+        ]
+
+    def _kept_receipt(self, topic: str, envelope: Envelope[Any]) -> Receipt:
+        taken = self._subscriptions.deliver(topic, envelope)
+        # Past the constructor, which would take three times as long.
+        values = (_ROUTED, topic, envelope.message_id, envelope.correlation_id, taken, None, None)
+        return tuple.__new__(Receipt, values)
+
+    async def _unwanted(self, topic: str, envelope: Envelope[Any], keeper: Keeper) -> Fault | None:
+        """What is wrong with all messages of a topic and type; asked once for many."""
+        if self._is_closed:
+            return _REFUSALS[Verdict.CLOSED]
+        category = category_of(topic)
+        if category is None:
+            return self._sender.fault(topic, category, envelope)
+        if self._sender.table.select(topic, category, envelope.message_type):
+            return None
+        if self._subscriptions.would_deliver(topic) or await keeper.has_reader(topic, envelope.message_type):
+            return None
+        return nobody(topic, category, envelope)
+
+    def _own_fault(self, topic: str, envelope: Envelope[Any]) -> Fault | None:
+        """What is wrong with one message."""
+        if self._filters and (held_back := passes(self._filters, envelope)) is not None:
+            return _filtered(held_back)
+        return self._sender.size_fault(envelope)
 
     def announce(self, topic: str, payload: object, cause: Envelope[Any] | None = None) -> None:
         """Publish an event of the engine's own, if anybody wants it.
@@ -201,6 +247,15 @@ class Publisher:
             with self._lock:
                 self._past = _sum((self._past, lane.queue.counts))
 
+    def _held_back(self, topic: str, envelope: Envelope[Any]) -> Receipt | None:
+        """Why a message cannot be accepted at all, if so."""
+        if self._is_closed:
+            return self._refused_late(topic, envelope)
+        if self._filters and (held_back := passes(self._filters, envelope)) is not None:
+            return self._refused(topic, envelope, _filtered(held_back))
+        fault = self._sender.fault(topic, category_of(topic), envelope)
+        return None if fault is None else self._refused(topic, envelope, fault)
+
     def _drop(self, topic: str, envelope: Envelope[Any]) -> None:
         self._tell(self._sender.refuse(topic, envelope, _DROPPED))
 
@@ -226,3 +281,21 @@ class Publisher:
 
 def _filtered(name: str) -> Fault:
     return Fault(DispatchStatus.SKIPPED, ErrorCode.FILTERED, f"The filter {name} held it back.")
+
+
+async def _kept(keeper: Keeper, messages: Sequence[Message], due: float | None) -> dict[int, Fault]:
+    """Keep messages; what is wrong with those that could not be, by position."""
+    if not messages:
+        return {}
+    try:
+        await keeper.append(messages, due)
+    except InvalidParameter as error:
+        if len(messages) == 1:
+            return {0: Fault(DispatchStatus.INVALID_MESSAGE, ErrorCode.PAYLOAD_INVALID, str(error))}
+        # One of them is no data. Each by itself, at the same time and in order: the others are kept all the same.
+        alone = await asyncio.gather(*(_kept(keeper, [message], due) for message in messages))
+        return {position: found[0] for position, found in enumerate(alone) if found}
+    except JournalUnavailable as error:
+        fault = Fault(DispatchStatus.REJECTED, ErrorCode.JOURNAL_UNAVAILABLE, f"It could not be kept: {error}")
+        return dict.fromkeys(range(len(messages)), fault)
+    return {}

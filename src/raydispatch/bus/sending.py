@@ -124,6 +124,10 @@ class Sender:
         """What is wrong with the message itself."""
         if category is None:
             return Fault(DispatchStatus.INVALID_MESSAGE, ErrorCode.INVALID_TOPIC, topic_fault(topic) or "invalid topic")
+        return self.size_fault(envelope)
+
+    def size_fault(self, envelope: Envelope[Any]) -> Fault | None:
+        """Whether its payload is too large, where that can be seen at once."""
         payload = envelope.payload
         if isinstance(payload, _SIZED):
             size = _size(payload)

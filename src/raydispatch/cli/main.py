@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from raydispatch import __version__
+from raydispatch.cli.dead_letters import dead_letters
 from raydispatch.cli.demo.command import demo
 from raydispatch.cli.deploy import deploy
 from raydispatch.cli.down import down
@@ -30,6 +31,7 @@ for command in (routes, explain, lint):
     app.command(rich_help_panel="An engine: what would happen")(command)
 for on_ray in (deploy, submit, status, top, scale, down):
     app.command(rich_help_panel="A system on Ray: what happens")(on_ray)
+app.add_typer(dead_letters, name="dead-letters", rich_help_panel="A system on Ray: what happens")
 
 
 def _show_version(asked: bool) -> None:

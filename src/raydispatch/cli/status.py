@@ -64,8 +64,9 @@ class Watch:
 
 
 def drawn(look: Look) -> Group:
-    """The system as a headline and two tables."""
-    return Group(_headline(look), "", _dispatchers(look), "", _routers(look))
+    """The system as a headline and tables; that of subscriptions, if it has a journal."""
+    tables = [_dispatchers(look), *([_subscriptions(look)] if look.status.subscriptions else []), _routers(look)]
+    return Group(_headline(look), *(part for table in tables for part in ("", table)))
 
 
 def _headline(look: Look) -> str:
@@ -87,6 +88,16 @@ def _dispatchers(look: Look) -> Table:
     return table
 
 
+def _subscriptions(look: Look) -> Table:
+    table = _table("name", "mode", "lag", "in flight", "waiting", "retried", "given up")
+    for one in sorted(look.status.subscriptions, key=lambda one: one.name):
+        table.add_row(
+            escape(one.name), f"{'reliable_' if one.reliable else ''}{one.mode}", f"{one.lag:,}", f"{one.in_flight:,}",
+            f"{one.waiting:,}", f"{one.retried:,}", f"{one.given_up:,}",
+        )  # fmt: skip
+    return table
+
+
 def _routers(look: Look) -> Table:
     table = _table("router", "state", "in flight", "routed", "restarts")
     for router in look.status.routers:
@@ -100,7 +111,7 @@ def _table(*headings: str) -> Table:
     # Without lines between the columns, all of them fit into 80 characters.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        is_word = heading in ("dispatcher", "router", "circuit", "state")
+        is_word = heading in ("dispatcher", "router", "circuit", "state", "name", "mode")
         table.add_column(heading, justify="left" if is_word else "right", no_wrap=True)
     return table
 

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, TypeAlias
+from uuid import UUID
 
 from raydispatch.dispatch.breaker import CircuitBreaker, CircuitState
 from raydispatch.dispatch.clock import Clock, SystemClock
@@ -22,7 +24,10 @@ from raydispatch.dispatch.time_limit import TimeLimit, TimeLimitExpired
 from raydispatch.errors import EndpointLost, ErrorCode, InvalidParameter
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.topic import MessageCategory
-from raydispatch.settings import BreakerSettings, RetrySettings
+from raydispatch.settings import BreakerSettings, Delivery, PoisonPolicy, RetrySettings
+
+MOST_UNPUBLISHED = 1_000
+"""Messages of a dispatcher whose outputs are kept for another try."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,13 @@ class DispatcherSpec:
     batch: bool = False
     """Whether the handler takes an Arrow table of all messages that run at the same time."""
     node_kind: str | None = None
+    # Of what comes from the journal, and goes out:
+    delivery: Delivery = field(default_factory=Delivery)
+    """How durable messages are brought to its replicas."""
+    poison: PoisonPolicy = PoisonPolicy.DEAD_LETTER
+    """What happens to a durable message that failed on every try."""
+    outputs: str = "engine"
+    """Where outputs go: back into the "engine", to the "journal", or to NATS subjects at nats://host:4222."""
     # Of each replica on Ray:
     concurrency: int = 100
     """Handlers that run at once."""
@@ -107,10 +119,16 @@ class Dispatcher:
             self.breaker = CircuitBreaker(spec.breaker, now=self._clock.now, on_change=self.log_circuit)
         self.run = chain(middleware, self._id, self.process, self.read)
         """`process`, with the middleware around it."""
+        self.run_once = chain(middleware, self._id, partial(self.process, tries=1), self.read)
+        """The same without further tries: for those who try again themselves."""
+        self._unpublished: dict[UUID, Outputs] = {}
+        """What handlers made that found no way out: when their messages come again, only that is tried again."""
 
-    async def process(self, envelope: Envelope[Any], route_id: str | None = None) -> Outcome:
+    async def process(self, envelope: Envelope[Any], route_id: str | None = None, tries: int | None = None) -> Outcome:
         """Check the payload, run the handler under the breaker, try again where that helps, and say how it ended."""
         started = perf_counter()
+        if self._unpublished and (outputs := self._unpublished.pop(envelope.message_id, None)) is not None:
+            return await self._succeeded(outputs, envelope, route_id, 0, started)
         try:
             envelope = self._payload.checked(envelope)
         except Exception as error:
@@ -140,7 +158,7 @@ class Dispatcher:
             failure = ended
             if breaker is not None and permit is not None:
                 breaker.failed(permit) if failure.counts else breaker.succeeded(permit)
-            if not failure.counts or attempt >= self.tries:
+            if not failure.counts or attempt >= (tries or self.tries):
                 return self._failure(failure, envelope, route_id, attempt, started)
             await self._pause(failure, envelope, attempt)
             envelope = envelope.with_attempt(envelope.attempt + 1)
@@ -201,10 +219,21 @@ class Dispatcher:
         if self._publish is not None and outputs.envelopes:
             failure = await self._sent_on(outputs.envelopes, self._publish)
             if failure is not None:
+                if failure.code is ErrorCode.OUTBOX_FULL:
+                    self._remember(envelope.message_id, outputs)
                 outcome = self._failure(failure, envelope, route_id, attempts, started)
                 return outcome._replace(outputs=topics, reply=outputs.reply)
         duration = (perf_counter() - started) * 1000.0
         return Outcome(self._id, _SUCCESS, route_id, topics, attempts, duration, reply=outputs.reply)
+
+    def holds(self, message_id: UUID) -> bool:
+        """Whether its handler has run, and what it made waits to be published."""
+        return message_id in self._unpublished
+
+    def _remember(self, message_id: UUID, outputs: Outputs) -> None:
+        while len(self._unpublished) >= MOST_UNPUBLISHED:
+            del self._unpublished[next(iter(self._unpublished))]
+        self._unpublished[message_id] = outputs
 
     async def _sent_on(self, outputs: Sequence[Envelope[Any]], publish: Publish) -> "Failure | None":
         if any(envelope.hops > self._max_hops for envelope in outputs):
@@ -212,7 +241,14 @@ class Dispatcher:
                 DispatchStatus.PUBLISH_FAILED, ErrorCode.HOP_LIMIT, None,
                 f"its output would be hop {self._max_hops + 1} of a chain; {self._max_hops} are allowed",
             )  # fmt: skip
-        if not await publish(outputs):
+        try:
+            is_published = await publish(outputs)
+        except InvalidParameter as error:
+            # It can go nowhere, now or later.
+            return Failure(
+                DispatchStatus.DISPATCHER_ERROR, ErrorCode.HANDLER_RESULT, None, f"its output: {error}", counts=False
+            )
+        if not is_published:
             return Failure(
                 DispatchStatus.PUBLISH_FAILED, ErrorCode.OUTBOX_FULL, None, "the outbox had no room for its output"
             )

@@ -10,7 +10,7 @@ from raydispatch.errors import DuplicateRegistration, InvalidParameter, InvalidS
 from raydispatch.messages.envelope import MAX_ID_LENGTH
 from raydispatch.messages.topic import MessageCategory
 from raydispatch.routing.route import DispatchRoute
-from raydispatch.settings import BreakerSettings, RetrySettings
+from raydispatch.settings import BreakerSettings, Delivery, PoisonPolicy, RetrySettings
 
 MAX_REPLICAS = 10_000
 BATCH_CONCURRENCY = 5_000
@@ -28,6 +28,9 @@ class DispatcherOptions(TypedDict, total=False):
     replicas: int
     batch: bool
     node_kind: str | None
+    delivery: Delivery
+    poison: PoisonPolicy
+    outputs: str
     concurrency: int
     max_in_flight: int
     reject_when_full: bool
@@ -139,6 +142,7 @@ def make_spec(
         value = options.get(name, 1)
         if not isinstance(value, int) or not 1 <= value <= most:
             raise InvalidParameter(f"{name} must be a number from 1 to {most:,}; not {value!r}.")
+    _check_ways(options)
     Handler(source)  # Raises now, at the place of the mistake, if this is nothing to call.
     try:
         category = MessageCategory(category)
@@ -150,6 +154,24 @@ def make_spec(
     kind = options.get("node_kind")
     options["node_kind"] = None if kind is None else str(getattr(kind, "value", kind))
     return DispatcherSpec(dispatcher_id, source, category, message_types, **options)
+
+
+def _check_ways(options: DispatcherOptions) -> None:
+    """How messages come from a journal, and where outputs go."""
+    delivery = options.setdefault("delivery", Delivery.shared() if options.get("at_most_once") else Delivery())
+    if not isinstance(delivery, Delivery):
+        raise InvalidParameter(f"delivery must be a Delivery, such as Delivery.reliable_shared(); not {delivery!r}.")
+    if options.get("at_most_once") and delivery.reliable:
+        raise InvalidParameter(
+            "at_most_once goes with Delivery.shared() or Delivery.exclusive(), which are not reliable."
+        )
+    try:
+        options["poison"] = PoisonPolicy(options.get("poison", PoisonPolicy.DEAD_LETTER))
+    except ValueError:
+        raise InvalidParameter(f"poison must be one of {', '.join(PoisonPolicy)}; not {options['poison']!r}.") from None
+    outputs = options.get("outputs", "engine")
+    if outputs not in ("engine", "journal") and not str(outputs).startswith(("nats://", "tls://")):
+        raise InvalidParameter(f"outputs must be 'engine', 'journal' or nats://host:4222; not {outputs!r}.")
 
 
 def check_id(name: str, value: object) -> None:

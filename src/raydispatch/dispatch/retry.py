@@ -13,5 +13,8 @@ def retry_delay(
 
     Full jitter: messages that failed together do not come back together.
     """
-    ceiling = min(settings.max_delay_seconds, settings.first_delay_seconds * settings.factor ** (attempt - 1))
+    try:
+        ceiling = min(settings.max_delay_seconds, settings.first_delay_seconds * settings.factor ** (attempt - 1))
+    except OverflowError:  # After a thousand tries.
+        ceiling = settings.max_delay_seconds
     return uniform(0.0, ceiling)

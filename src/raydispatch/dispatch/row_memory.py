@@ -54,24 +54,41 @@ class RowMemory:
         return len(self._young) + len(self._old)
 
 
+class Marks:
+    """Says of ids that they are new, or that they may be known: wrong for one of 300 with half a million in it."""
+
+    def __init__(self) -> None:
+        self._table: npt.NDArray[np.bool_] | None = None
+
+    def add(self, ids: Ids) -> None:
+        """These are known."""
+        if self._table is None:
+            self._table = np.zeros(1 << _MARK_BITS, bool)
+        for mark in _marks_of(ids):
+            self._table[mark] = True
+
+    def maybe(self, ids: Ids) -> npt.NDArray[np.int64]:
+        """The positions of those that may be known."""
+        if self._table is None:
+            return np.zeros(0, np.int64)
+        one, other = _marks_of(ids)
+        return np.flatnonzero(self._table[one] & self._table[other])
+
+
 class _Generation:
     def __init__(self) -> None:
-        self._marks: npt.NDArray[np.bool_] | None = None
+        self._marks = Marks()
         self._blocks: list[tuple[Ids, list[Outcome], npt.NDArray[np.int32]]] = []
         self._count = 0
 
     def add(self, ids: Ids, kinds: list[Outcome], codes: npt.NDArray[np.int32]) -> None:
-        if self._marks is None:
-            self._marks = np.zeros(1 << _MARK_BITS, bool)
-        self._marks[_mark(ids)] = True
+        self._marks.add(ids)
         order = np.argsort(ids[:, 0])
         self._blocks.append((ids[order], kinds, codes[order]))
         self._count += len(ids)
 
     def find(self, ids: Ids) -> dict[int, Outcome]:
-        if self._marks is None:
-            return {}
-        maybe = np.flatnonzero(self._marks[_mark(ids)])
+        maybe = self._marks.maybe(ids)
         found: dict[int, Outcome] = {}
         for block, kinds, codes in self._blocks if len(maybe) else ():
             wanted = ids[maybe]
@@ -87,5 +104,7 @@ class _Generation:
         return self._count
 
 
-def _mark(ids: Ids) -> npt.NDArray[np.int64]:
-    return (ids[:, 1] & np.uint64((1 << _MARK_BITS) - 1)).astype(np.int64)
+def _marks_of(ids: Ids) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    bits = ids[:, 1]
+    mask = np.uint64((1 << _MARK_BITS) - 1)
+    return (bits & mask).astype(np.int64), (bits >> np.uint64(_MARK_BITS) & mask).astype(np.int64)

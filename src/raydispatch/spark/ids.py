@@ -1,14 +1,15 @@
 """Message ids of rows: two hashes that Spark has made, the occurrence among equal rows, and how they are written."""
 
+from binascii import hexlify
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raydispatch.dispatch.row_memory import Ids
+from raydispatch.dispatch.row_memory import Ids, Marks
 
-_HEX = np.frombuffer("".join(f"{number:02x}" for number in range(256)).encode(), np.uint8).reshape(256, 2)
-_DASHES = (8, 13, 18, 23)
-_PLACES = [place for place in range(36) if place not in _DASHES]
+_PARTS = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
+"""Of the 32 characters of a UUID, those between its dashes."""
 # Odd numbers with bits all over: the golden ratio, and one of the primes of xxHash.
 _SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 
@@ -23,6 +24,7 @@ class Occurrences:
     """
 
     def __init__(self) -> None:
+        self._marks = Marks()
         self._blocks: list[npt.NDArray[np.uint64]] = []
         self._counts: dict[int, int] = {}
 
@@ -33,11 +35,12 @@ class Occurrences:
         first = np.ascontiguousarray(ids[:, 0])
         ordered = np.sort(first)
         repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-        seen = [block[np.minimum(np.searchsorted(block, ordered), len(block) - 1)] == ordered for block in self._blocks]
-        if not len(repeated) and not any(found.any() for found in seen):
+        # The marks say of nearly all that they are new; only the rest is looked for.
+        again = self._seen(np.sort(first[self._marks.maybe(ids)]))
+        self._marks.add(ids)
+        if not len(repeated) and not len(again):
             self._remember(ordered)
             return ids
-        again = ordered[np.logical_or.reduce(seen)] if seen else ordered[:0]
         # Only those that come more than once are looked at one by one.
         suspects = np.flatnonzero(np.isin(first, np.concatenate([repeated, again])))
         numbers = np.zeros(len(ids), np.uint64)
@@ -48,6 +51,13 @@ class Occurrences:
             self._counts[number] = int(count) + 1
         self._remember(ordered)
         return ids ^ (numbers[:, None] * _SPREAD)
+
+    def _seen(self, ordered: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """Those of earlier batches."""
+        found = np.zeros(len(ordered), bool)
+        for block in self._blocks if len(ordered) else ():
+            found |= block[np.minimum(np.searchsorted(block, ordered), len(block) - 1)] == ordered
+        return ordered[found]
 
     def _remember(self, ordered: npt.NDArray[np.uint64]) -> None:
         self._blocks.append(ordered)
@@ -69,9 +79,11 @@ def binary_of(ids: Ids) -> pa.Array:
 def text_of(identities: pa.Array) -> pa.Array:
     """A column of 16 bytes, written as UUIDs are."""
     count = len(identities)
-    numbers = np.frombuffer(identities.buffers()[1], np.uint8, 16 * count, 16 * identities.offset).reshape(count, 16)
+    numbers = np.frombuffer(identities.buffers()[1], np.uint8, 16 * count, 16 * identities.offset)
+    digits = np.frombuffer(hexlify(numbers.data), np.uint8).reshape(count, 32)
     text = np.full((count, 36), ord("-"), np.uint8)
-    text[:, _PLACES] = _HEX[numbers].reshape(count, 32)
+    for dashes, (start, end) in enumerate(_PARTS):
+        text[:, start + dashes : end + dashes] = digits[:, start:end]
     offsets = np.arange(0, 36 * (count + 1), 36, dtype=np.int32)
     return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(text))
 

@@ -1,0 +1,1 @@
+"""Journals that last: one file of SQLite, or a stream of NATS JetStream."""
