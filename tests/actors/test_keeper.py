@@ -29,6 +29,7 @@ from raydispatch.actors.wire import Item as Answer
 from raydispatch.delivery.consumer import ACKED, LOST, REFUSED, Ending, Item, Verdict
 from raydispatch.delivery.letters import LetterFilter, pack_letter, unpack_letter
 from raydispatch.delivery.memories import packed_note
+from raydispatch.delivery.segment import Segment
 from raydispatch.delivery.sharing import Entry
 from raydispatch.dispatch.breaker import CircuitState
 from raydispatch.dispatch.endpoints import EndpointState
@@ -357,6 +358,35 @@ def test_changed_rules_wait_for_what_is_under_way(office: Opened) -> None:
     run(story())
 
 
+@pytest.mark.xfail(strict=True, reason="`_adjust` takes its plan before it waits, and the newest targets after that")
+def test_plans_that_come_while_one_is_adopted_are_adopted_one_after_the_other(office: Opened) -> None:
+    async def story() -> None:
+        shop = await office("a")
+        busy = shop.join("a-2", gated())
+        shop.handles["a"].pop("a-1")
+        await shop.follow()
+        await shop.publish(1)
+        await until(lambda: busy.parts)
+
+        shop.ways["a"] = MODEST._replace(poison=PoisonPolicy.DROP)
+        following = [asyncio.create_task(shop.follow())]  # Waits for what is under way.
+        await turns()
+        following.append(asyncio.create_task(shop.follow()))
+        await turns()
+        shop.ways["b"] = MODEST
+        shop.join("b-1")
+        following.append(asyncio.create_task(shop.follow()))
+        await turns()
+        open_gate(busy)
+        ended = await asyncio.gather(*following, return_exceptions=True)
+        await shop.publish(2)
+        await until(lambda: shop.got("b-1") == [2])
+
+        assert ended == [None] * 3
+
+    run(story())
+
+
 def test_an_older_plan_is_ignored(office: Opened) -> None:
     async def story() -> None:
         shop = await office("a")
@@ -470,6 +500,85 @@ def test_many_segments_of_one_call_are_kept_together(office: Opened) -> None:
 
         assert sorted(shop.got("a-1")) == list(range(50))
         assert shop.journal.appends <= 3
+
+    run(story())
+
+
+def segment_of(payload: object) -> list[bytes]:
+    return [Segment.of([(TOPIC, Envelope(payload, message_type="Order"))]).pack()]
+
+
+def kept(shop: Office) -> list[Any]:
+    """The payloads in the journal, in order."""
+    segments = [Segment.unpack(one.data) for one in shop.journal.batches]
+    return [restored(blob, TOPIC, "Order").payload for segment in segments for blob in segment.blobs]
+
+
+def test_calls_of_one_publisher_are_kept_in_the_order_of_their_numbers(office: Opened) -> None:
+    async def story() -> None:
+        shop = await office("a")
+
+        await asyncio.gather(*(shop.keeper.append(segment_of(number), "web", number) for number in (2, 0, 1, 4, 3)))
+
+        assert kept(shop) == [0, 1, 2, 3, 4]
+
+    run(story())
+
+
+def test_publishers_do_not_wait_for_each_other(office: Opened) -> None:
+    async def story() -> None:
+        shop = await office("a")
+        waiting = asyncio.create_task(shop.keeper.append(segment_of("late"), "web", 1))
+        await turns()
+
+        await shop.keeper.append(segment_of("other"), "batch", 0)
+        await shop.keeper.append(segment_of("early"), "web", 0)
+        await waiting
+
+        assert kept(shop) == ["other", "early", "late"]
+
+    run(story())
+
+
+def test_a_call_that_never_comes_is_waited_for_only_so_long(office: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TURN_SECONDS", 0.05)
+
+    async def story() -> None:
+        shop = await office("a")
+
+        await asyncio.gather(*(shop.keeper.append(segment_of(number), "web", number) for number in (0, 2)))
+        await shop.keeper.append(segment_of(1), "web", 1)
+
+        assert kept(shop) == [0, 2, 1]
+
+    run(story())
+
+
+def test_a_keeper_that_was_born_again_waits_for_nothing_that_was_before(office: Opened) -> None:
+    async def story() -> None:
+        shop = await office("a")
+
+        async with asyncio.timeout(0.5):
+            await shop.keeper.append(segment_of(1), "web", 7_001)
+            await shop.keeper.append(segment_of(2), "web", 7_002)
+
+        assert kept(shop) == [1, 2]
+
+    run(story())
+
+
+def test_publishers_that_were_not_heard_of_for_longest_are_forgotten(
+    office: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_LANES", 3)
+
+    async def story() -> None:
+        shop = await office("a")
+
+        for number in range(10):
+            await shop.keeper.append(segment_of(number), f"web-{number}", 0)
+
+        assert len(shop.keeper._lanes._lanes) == 3
 
     run(story())
 

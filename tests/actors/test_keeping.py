@@ -226,6 +226,7 @@ def test_what_comes_while_calls_are_under_way_waits_for_the_next(fake: FakeRay) 
     async def story() -> None:
         office = Office(fake)
         remote = RemoteKeeper("shop", 5.0)
+        await remote.has_reader(TOPIC, "Order")  # So that it has found its keeper.
         office.handle.hold("append")
 
         publishing = []
@@ -505,6 +506,18 @@ def test_a_keeper_that_cannot_open_its_journal_keeps_no_replica_from_starting(fa
         office.keeper.fault = InvalidParameter("There is no directory /gone.")
 
         await ReplicaKeeping("shop", "billing", PATIENCE).recall(OutcomeMemory(10))
+
+    run(story())
+
+
+@pytest.mark.xfail(strict=True, reason="a question waits for its answer as long as a publish may, too")
+def test_a_keeper_that_waits_for_its_journal_keeps_no_replica_from_starting(fake: FakeRay) -> None:
+    async def story() -> None:
+        office = Office(fake)
+        office.handle.hold("recall")
+
+        async with asyncio.timeout(4):
+            await ReplicaKeeping("shop", "billing", 1_000.0).recall(OutcomeMemory(10))
 
     run(story())
 

@@ -23,7 +23,7 @@ from raydispatch.errors import ErrorCode, InvalidParameter, InvalidState
 from raydispatch.messages.envelope import Envelope
 from raydispatch.messages.topic import MessageCategory, category_of
 from raydispatch.routing.table import RouteTable
-from raydispatch.settings import Delivery, EngineSettings
+from raydispatch.settings import Delivery, EngineSettings, JournalSettings
 
 Sending: TypeAlias = Coroutine[Any, Any, DispatchResult]
 """Begun already; to be awaited."""
@@ -174,6 +174,9 @@ class FrontEngine(DispatchEngine):
     def _keeper(self) -> Keeper:
         return self.remote_keeper()
 
-    def use(self, table: RouteTable) -> None:
-        """Route by another table from now on."""
+    def use(self, table: RouteTable, journal: JournalSettings | None) -> None:
+        """Route by another table from now on, and keep what is durable in this journal."""
         self._sender.table = table
+        if journal != self.settings.journal:
+            self.settings = self.settings.model_copy(update={"journal": journal})
+            self._remote_keeper = None

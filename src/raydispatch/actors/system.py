@@ -271,7 +271,7 @@ class DispatchSystem(DurableVerbs, DataFrameVerbs):
         blueprint = blueprint_of(engine)
         seconds = self._settings.start_seconds + self._settings.stop_seconds + CONTROL_SECONDS
         _ask(self._controller, "swap", blueprint, seconds=seconds)
-        self._front.use(blueprint.table)
+        self._front.use(blueprint.table, blueprint.engine.journal)
 
     def status(self) -> SystemStatus:
         """How everything is."""
@@ -319,7 +319,7 @@ class DispatchSystem(DurableVerbs, DataFrameVerbs):
         if version != self._front.table.version:
             with contextlib.suppress(RayError):
                 blueprint: Blueprint = await self._controller.blueprint.remote()
-                self._front.use(blueprint.table)
+                self._front.use(blueprint.table, blueprint.engine.journal)
 
     async def _hold_lease(self) -> None:
         while True:
