@@ -358,7 +358,6 @@ def test_changed_rules_wait_for_what_is_under_way(office: Opened) -> None:
     run(story())
 
 
-@pytest.mark.xfail(strict=True, reason="`_adjust` takes its plan before it waits, and the newest targets after that")
 def test_plans_that_come_while_one_is_adopted_are_adopted_one_after_the_other(office: Opened) -> None:
     async def story() -> None:
         shop = await office("a")

@@ -510,7 +510,6 @@ def test_a_keeper_that_cannot_open_its_journal_keeps_no_replica_from_starting(fa
     run(story())
 
 
-@pytest.mark.xfail(strict=True, reason="a question waits for its answer as long as a publish may, too")
 def test_a_keeper_that_waits_for_its_journal_keeps_no_replica_from_starting(fake: FakeRay) -> None:
     async def story() -> None:
         office = Office(fake)

@@ -489,10 +489,11 @@ class Keeper:
 
     async def _adjust(self) -> None:
         """Make the subscriptions what the plan says: who is new joins, who is gone leaves when it has ended."""
-        plan, post = self._plan, self._post
-        if plan is None or post is None or self._is_closed:
-            return
         async with self._changing:
+            # Looked at only now: a newer plan may have come while this one waited for its turn.
+            plan, post = self._plan, self._post
+            if plan is None or post is None or self._is_closed:
+                return
             for name in [one for one in post.subscriptions if one in self._consumers and one not in self._targets]:
                 await post.unsubscribe(name, seconds=5.0)
                 self._let_go(name)

@@ -47,7 +47,8 @@ class KeeperClient:
         while True:
             try:
                 keeper = self._handle or await self._find()
-                left = max(0.1, deadline + RETRY_SECONDS - monotonic()) + self._patience
+                # A keeper may be patient with its journal as long as this client is with the keeper.
+                left = max(0.1, deadline - monotonic()) + (self._patience if seconds is None else 0.0)
                 async with asyncio.timeout(left):
                     return await getattr(keeper, method).remote(*arguments)
             except RayTaskError as error:
