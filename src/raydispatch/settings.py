@@ -7,6 +7,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from raydispatch.errors import InvalidParameter
+
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -178,7 +180,10 @@ class JournalSettings(Settings):
         """Another process has another working directory."""
         scheme, _, path = url.partition(":")
         if scheme not in ("sqlite", "nats", "tls"):
-            raise ValueError("a journal is at sqlite:///path/to/file.db or at nats://host:4222")
+            # Without the address itself, in which may be a password.
+            raise InvalidParameter(
+                f"A journal is at sqlite:///path/to/file.db or at nats://host:4222; not at {scheme[:20]!r}…"
+            )
         if scheme == "sqlite" and path and not path.startswith("/"):
             return f"sqlite://{os.path.abspath(path)}"
         return url

@@ -13,8 +13,8 @@ _PARTS = ((0, 8), (8, 12), (12, 16), (16, 20), (20, 32))
 # Odd numbers with bits all over: the golden ratio, and one of the primes of xxHash.
 _SPREAD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 
-MOST_BLOCKS = 8
-"""Of ids that were seen, each to be searched for every batch."""
+MOST_BLOCKS = 64
+"""Of ids that were seen, each to be searched for the few that may be among them."""
 
 
 class Occurrences:
