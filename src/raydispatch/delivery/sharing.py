@@ -106,6 +106,14 @@ class _Line:
         for entry in entries:
             heapq.heappush(self._old, entry)
 
+    @property
+    def has_old(self) -> bool:
+        return bool(self._old)
+
+    def pop_new(self, most: int) -> list[Entry]:
+        new = self._new
+        return [new.popleft() for _ in range(min(most, len(new)))]
+
     def peek(self) -> Entry:
         return self._old[0] if self._old else self._new[0]
 
@@ -121,6 +129,10 @@ def _fill(seat: Seat, line: _Line, most: int, before: float = math.inf) -> list[
     taken: list[Entry] = []
     room = min(seat.room, most)
     while line and len(taken) < room and line.peek().offset < before:
+        if before == math.inf and not line.has_old:
+            # Nearly always: nothing that was out before, so that nothing is a suspect.
+            taken += line.pop_new(room - len(taken))
+            break
         if line.peek().is_suspect:
             if taken or seat.in_flight:
                 break
@@ -361,7 +373,7 @@ class KeyShared(Sharing):
             line = self._queues.pop(owner)
             moving += [line.pop() for _ in range(len(line))]
         for entry in sorted(moving):
-            self._enqueue(entry, is_new=True)
+            self._enqueue(entry, is_new=not entry.is_suspect)
 
     def __len__(self) -> int:
         return self._count
